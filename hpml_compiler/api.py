@@ -40,10 +40,10 @@ def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster
         cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(1, "cpu")
     if len(cluster.groups) > 1:
         if parsed.stage_ranks > 1:
-            raise BadInput("planning for unlike devices does not support pipeline stages", "options['mesh']", "leave pp out")
+            raise BadInput("planning for mixed devices does not support pipeline stages", "options['mesh']", "remove pp")
         if parsed.microbatches > 1:
-            raise BadInput("planning for unlike devices does not support microbatches", "options['microbatches']",
-                           "leave it out; `simulate` can run such a plan with microbatches")
+            raise BadInput("planning for mixed devices does not support microbatches", "options['microbatches']",
+                           "remove it; `simulate` can run such a plan with microbatches")
         return plan_mixed(model, batch, cluster, parsed)
     parsed = parsed.with_plan(cluster.world_size)
     alone = cluster.world_size == 1 and parsed.chooses_saved and parsed.microbatches == 1

@@ -164,7 +164,7 @@ class Options(BaseModel):
     @classmethod
     def _with_stages(cls, value: Any, others: ValidationInfo) -> Any:
         if (others.data.get("mesh") or {}).get("pp", 1) == 1 and value not in ("auto", 1):
-            raise ValueError('it needs pipeline stages: add the axis pp to the mesh, as in "mesh": {"pp": 2}')
+            raise ValueError('needs pipeline stages: add the axis pp to the mesh, as in "mesh": {"pp": 2}')
         return value
 
     @classmethod
@@ -174,7 +174,7 @@ class Options(BaseModel):
         if isinstance(options, Options):
             return options
         if options is not None and not isinstance(options, Mapping):
-            raise BadInput(what=f"options are a dict, not {type(options).__name__}", where="options",
+            raise BadInput(what=f"options must be a dict, not {type(options).__name__}", where="options",
                            next_step='write options={"memory_budget": "24GB"}')
         given = dict(options or {})
         for name in given:

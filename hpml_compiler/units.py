@@ -106,7 +106,7 @@ def in_mesh_order(mesh: Mapping[str, int] | None, order: Sequence[str] | None) -
     Raises ValueError where `order` does not name each axis once.
     """
     if order is not None and sorted(order) != sorted(mesh or {}):
-        raise ValueError(f"mesh_order names {', '.join(order) or 'no axis'}, and the axes of the mesh are "
+        raise ValueError(f"mesh_order names {', '.join(order) or 'no axis'}, but the axes of the mesh are "
                          f"{', '.join(mesh or {}) or 'left to the solver'}: name each axis of the mesh once")
     if mesh is None:
         return None

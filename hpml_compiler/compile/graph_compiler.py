@@ -282,7 +282,7 @@ class GraphCompiler:
         self.entry.watch()
 
     def _restored(self) -> Any:
-        with self.entry.doing("restore", "reading what it was rewritten to"):
+        with self.entry.doing("restore", "reading it from the graph cache"):
             return self.earlier.restored()
 
     def _restore(self, restored: Any, found: CachedGraph, forward_outputs: int) -> None:
@@ -295,6 +295,6 @@ class GraphCompiler:
         elif self.made.stages is not None:
             self.all_ranks.agreed = True
             if this_rank() == 0:
-                warn_without_stages(self.name, "as in an earlier launch")
+                warn_without_stages(self.name, "as decided in an earlier launch")
         if packed is not None:
             self.entry.enter_later(packed, decision, self._reports)

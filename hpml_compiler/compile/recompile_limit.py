@@ -30,8 +30,8 @@ def _given_up(limit: str, count: int, function: str, difference: str) -> None:
     if function in compiled:
         compiled.discard(function)  # once
         log.warning(
-            "the function %s has no plan from here on: it was compiled %d times, each time because something differed, and "
-            "Dynamo allows no more. Every rank runs the whole of it, without a split.\n"
-            "  what it was compiled for, and did not hold: %s\n"
-            "  next step: keep that the same from call to call, or give it as a tensor; or raise torch._dynamo.config.%s",
+            "the function %s reached Dynamo's recompile limit after %d compilations and runs uncompiled from now on: every "
+            "rank runs all of it, without sharding.\n"
+            "  failed guard: %s\n"
+            "  next step: keep the guarded value constant, or pass it as a tensor; or raise torch._dynamo.config.%s",
             function, count, difference.splitlines()[0].split("  # ")[0].strip(), limit)

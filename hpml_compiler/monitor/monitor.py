@@ -114,7 +114,7 @@ class Monitor:
             return action(*args)
         except Exception:
             self.active, self.stopped, self._steps_to_wait = False, True, 0
-            log.exception("the prediction is not monitored any more, because of an error in the monitor")
+            log.exception("monitoring stopped because of an error in the monitor; training continues")
             if self.profiling.is_running:
                 self.profiling.give_up()
             return None
@@ -222,7 +222,7 @@ class Monitor:
 
     def _peak(self, profiled: int | None) -> tuple[int | None, str]:
         if profiled is None and self.device_type == "cuda":  # may include the whole model before it was split
-            return torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated, since the start"
+            return torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated since the start"
         return profiled, "" if profiled is None else "tensors allocated in one profiled step"
 
     def _memory_parts(self, prediction: PredictedStep, peak_bytes: int | None) -> tuple[PredictedFigure, ...]:

@@ -81,7 +81,7 @@ class Report:
     def _energy(self) -> str:
         found = [] if self.energy_j is None else [f"predicted {self.energy_j:.4g} J (estimated)"]
         found += [] if self.measured_energy_j is None else [f"{self.energy_source} {self.measured_energy_j:.4g} J"]
-        return f"; energy of a step {', '.join(found)}" if found else ""
+        return f"; energy per step {', '.join(found)}" if found else ""
 
     def _time_and_memory(self) -> str:
         time = self.step_time
@@ -104,26 +104,26 @@ class Report:
         line = (f"the predicted step time is off by {_percent(time)}: predicted {format_us(time.predicted)}, measured "
                 f"{format_us(time.measured)}")
         if not self.classes:
-            return f"{line}; which class of work is off is not known, as no step could be profiled"
+            return f"{line}; no step could be profiled, so the class of kernels that is off is unknown"
         worst = worst_of(self.classes)
         rest = ", ".join(f"{c.name} {format_us(c.predicted)} / {format_us(c.measured)}"
                          for c in self.classes if c.predicted or c.measured)
-        return (f"{line}. Most of it is {worst.name}: predicted {format_us(worst.predicted)}, measured "
+        return (f"{line}. The largest part is {worst.name}: predicted {format_us(worst.predicted)}, measured "
                 f"{format_us(worst.measured)}. By class, predicted / measured: {rest}. "
-                f"The best plan on another mesh was predicted to take {format_us(self.rival_us or 0.0)} more, which is less "
-                "than that: it may be better than the one in use; `hpml profile` measures prices here, see docs/monitoring.md")
+                f"The best plan on another mesh was predicted to take only {format_us(self.rival_us or 0.0)} more and may be "
+                "faster than this one; run `hpml profile` to measure costs here, see docs/monitoring.md")
 
     def memory_warning(self) -> str | None:
         """Warning that the predicted peak memory is off, with the worst part; None otherwise."""
         memory = self.peak_memory
         if memory is None or not memory.is_off or self.step_time.measured < SHORT_US:
             return None
-        line = (f"the predicted peak of memory is off by {_percent(memory)}: predicted {format_bytes(memory.predicted)}, "
+        line = (f"the predicted peak memory is off by {_percent(memory)}: predicted {format_bytes(memory.predicted)}, "
                 f"measured {format_bytes(memory.measured)} ({self.memory_source})")
         if not self.memory_parts:
             return line
         worst = worst_of(self.memory_parts)
-        return (f"{line}. Most of it is {worst.name}: predicted {format_bytes(worst.predicted)}, measured "
+        return (f"{line}. The largest part is {worst.name}: predicted {format_bytes(worst.predicted)}, measured "
                 f"{format_bytes(worst.measured)}")
 
 
@@ -138,4 +138,4 @@ def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> t
 
 
 def _percent(figure: PredictedFigure) -> str:
-    return f"{abs(figure.predicted - figure.measured) / figure.measured:.0%}" if figure.measured else "all of it"
+    return f"{abs(figure.predicted - figure.measured) / figure.measured:.0%}" if figure.measured else "100%"

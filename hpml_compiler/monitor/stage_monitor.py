@@ -63,10 +63,10 @@ class StagesReport:
     def text(self) -> str:
         """The report as one line."""
         stages = ", ".join(f"{each.stage} (rank {each.rank}) {format_us(each.forward.measured)} + "
-                           f"{format_us(each.backward.measured)}, cut by {format_us(each.forward.predicted)} + "
+                           f"{format_us(each.backward.measured)}, predicted {format_us(each.forward.predicted)} + "
                            f"{format_us(each.backward.predicted)}" for each in self.stages)
-        return (f"{self.graph}: its loop takes {format_us(self.loop.measured)} a step, with a bubble of "
-                f"{self.bubble.measured:.1%}, and {self.bubble.predicted:.1%} if all went as it was cut; "
+        return (f"{self.graph}: the pipeline takes {format_us(self.loop.measured)} a step, bubble measured "
+                f"{self.bubble.measured:.1%}, predicted {self.bubble.predicted:.1%}; "
                 f"{format_bytes(self.sent_bytes)} sent; forward + backward of a microbatch by stage: {stages} "
                 f"(medians of {self.steps_measured} steps)")
 
@@ -76,9 +76,9 @@ class StagesReport:
         worst = max(self._shares(), key=lambda each: each.measured / each.predicted if each.predicted else 1.0, default=None)
         if worst is None or self.loop.measured < SHORT_US or worst.measured <= (1 + TOLERANCE) * worst.predicted:
             return None
-        return (f"{self.graph}: {worst.name} of the pipeline has {worst.measured:.0%} of the stages' work, and was given "
-                f"{worst.predicted:.0%} by prediction, so the other ranks wait for it. `hpml profile` measures prices here, "
-                "which the cut goes by; see docs/monitoring.md")
+        return (f"{self.graph}: {worst.name} of the pipeline has {worst.measured:.0%} of the work of all stages, instead of "
+                f"the predicted {worst.predicted:.0%}, so the other ranks wait for it. Run `hpml profile` to measure the costs "
+                "by which stages are balanced; see docs/monitoring.md")
 
     def _shares(self) -> list[PredictedFigure]:
         """Share of each rank in the work of all stages."""

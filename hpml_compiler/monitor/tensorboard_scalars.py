@@ -11,8 +11,8 @@ from passes.errors import MissingDependency
 def check_installed() -> None:
     """Raise MissingDependency if the `tensorboard` package is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise MissingDependency(what="TensorBoard scalars are asked for, and the package tensorboard is not installed",
-                                where="options['tensorboard']", next_step="pip install tensorboard, or leave the option out")
+        raise MissingDependency(what="TensorBoard scalars need the package tensorboard, which is not installed",
+                                where="options['tensorboard']", next_step="pip install tensorboard, or remove the option")
 
 
 def open_writer(folder: str) -> Any:

@@ -29,9 +29,9 @@ class GroupShare(Record):
     @model_validator(mode="after")
     def _a_plan_for_rows(self) -> GroupShare:
         if (self.plan is None) != (self.rows == 0):
-            raise ValueError(f"the group {self.cluster} has {self.rows} rows, and {'no' if self.plan is None else 'a'} plan")
+            raise ValueError(f"group {self.cluster} has {self.rows} rows but {'no' if self.plan is None else 'a'} plan")
         if self.plan is not None and self.plan.world_size != self.devices:
-            raise ValueError(f"the group {self.cluster} has {self.devices} devices, its plan {self.plan.world_size}")
+            raise ValueError(f"group {self.cluster} has {self.devices} devices, but its plan has {self.plan.world_size}")
         return self
 
 
@@ -95,7 +95,7 @@ class MixedContent(PlanFile):
         if sum(group.rows for group in self.groups) != self.batch:
             raise ValueError(f"the groups' rows {[g.rows for g in self.groups]} do not add up to the batch of {self.batch}")
         if sum(group.devices for group in self.groups) != self.world_size:
-            raise ValueError(f"the groups' devices do not add up to world_size {self.world_size}")
+            raise ValueError(f"the devices of all groups do not add up to world_size {self.world_size}")
         return self
 
     # -- costs ---------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class MixedPlan(MixedContent):
         remake = "make it again with `hpml plan TARGET --cluster A+B --save PLAN.json`"
         content = json_content(text, where, remake)
         if content.get("kind") != "mixed":
-            raise BadInput(what="this is a plan for like devices, not a mixed one", where=where,
+            raise BadInput(what="this plan is for devices of one kind, not a mixed plan", where=where,
                            next_step="read it with Plan.load")
         try:
             return cls.model_validate_json(text)

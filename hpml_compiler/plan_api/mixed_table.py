@@ -39,12 +39,12 @@ def renderable(plan: MixedContent) -> RenderableType:
 def _groups(plan: MixedContent) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("group", overflow="fold", min_width=12)
-    for name in ("rows", "share", "a device", "mesh", "step", "waits", "peak"):
+    for name in ("rows", "share", "rows/device", "mesh", "step", "idle", "peak"):
         table.add_column(name, justify="right")
     slowest_us = max(group.step_time_us for group in plan.groups)
     for group in plan.groups:
         if group.plan is None:
-            table.add_row(*map(Text, (group.cluster, "0", "0%", "0", "", "left out", "", "")))
+            table.add_row(*map(Text, (group.cluster, "0", "0%", "0", "", "unused", "", "")))
             continue
         table.add_row(*map(Text, (
             group.cluster, str(group.rows), f"{group.fraction:.1%}", f"{group.rows / group.devices:.3g}",
@@ -57,14 +57,14 @@ def _groups(plan: MixedContent) -> Table:
 def _cross(plan: MixedContent) -> str:
     if plan.cross.groups < 2:
         return "nothing: one group takes all rows"
-    return (f"{format_bytes(plan.cross.bytes)} of gradients added up over {plan.cross.groups} groups by {plan.cross.link}: "
-            f"{format_us(plan.cross.predicted_us)}, each group's weighted by its share")
+    return (f"all-reduce of {format_bytes(plan.cross.bytes)} of gradients over {plan.cross.groups} groups by "
+            f"{plan.cross.link}: {format_us(plan.cross.predicted_us)}, weighted by each group's share of the rows")
 
 
 def _alternatives(plan: MixedContent) -> Iterator[str]:
     for group in plan.groups:
         if group.reason:
-            yield f"left out        {group.cluster}: {group.reason}"
+            yield f"unused          {group.cluster}: {group.reason}"
     for name, other in (("equal split", plan.equal_split), ("single group", plan.single_group)):
         if other is not None:
             yield f"{name:<16}{_describe(other, plan.predicted.step_time_us)}"
@@ -72,7 +72,7 @@ def _alternatives(plan: MixedContent) -> Iterator[str]:
 
 def _describe(other: Alternative, step_time_us: float) -> str:
     if other.step_time_us is None:
-        return f"{_shares(other.rows)} rows: impossible, {other.reason}"
+        return f"{_shares(other.rows)} rows: infeasible, {other.reason}"
     return (f"{_shares(other.rows)} rows: {format_us(other.step_time_us)}, "
             f"{other.step_time_us / step_time_us:.2f} times as long")
 

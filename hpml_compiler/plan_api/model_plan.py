@@ -43,10 +43,9 @@ class Plan(PlanContent):
         remake = "make it again with `hpml plan TARGET --save PLAN.json`"
         content = json_content(text, where, remake)
         if content.get("kind") == "mixed":
-            raise BadInput(what="this plan is for groups of different devices; such plans cannot be run or drawn as one yet",
-                           where=where, next_step="read it with hpml_compiler.plan_api.mixed_plan.MixedPlan.load; each of its "
-                                                  "groups "
-                           "has a plan for like devices")
+            raise BadInput(what="this is a mixed plan (groups of different devices), which cannot be run or drawn yet",
+                           where=where, next_step="read it with hpml_compiler.plan_api.mixed_plan.MixedPlan.load; each of "
+                                                  "its groups has a plan that can be")
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
@@ -56,18 +55,18 @@ class Plan(PlanContent):
         """The plan of the graph with that hash. Raises PlanMismatch if there is none, or if the number of ranks or the torch
         release (such as 2.13) differs. Patch and build (+cu126) may differ, since the hash covers the graph itself."""
         where = f"plan for {self.world_size} ranks, torch {self.torch_version}"
-        again = "plan again, or leave out options={'plan': ...}"
+        again = "plan again, or remove options['plan']"
         if world_size != self.world_size:
-            what = f"the plan is for {self.world_size} ranks (mesh {self.mesh}), here are {world_size}"
+            what = f"the plan is for {self.world_size} ranks (mesh {self.mesh}), but this run has {world_size}"
             raise PlanMismatch(what=what, where=where, next_step=f"start {self.world_size} ranks, or {again}")
         if _release(torch_version) != _release(self.torch_version):
-            raise PlanMismatch(what=f"the plan was made with torch {self.torch_version}, here is {torch_version}",
+            raise PlanMismatch(what=f"the plan was made with torch {self.torch_version}, but this is torch {torch_version}",
                                where=where, next_step=again)
         for graph in self.graphs:
             if graph.graph_hash == graph_hash:
                 return graph
         known = ", ".join(f"{graph.name} ({graph.graph_hash[:12]})" for graph in self.graphs) or "none"
-        what = f"the plan is of another model or batch: it has no graph {graph_hash[:12]}, it has {known}"
+        what = f"the plan is for another model or batch: it has no graph {graph_hash[:12]}, only {known}"
         raise PlanMismatch(what=what, where=where, next_step=again)
 
     # -- for people (hpml_compiler/visualize; imported late, so that a plan loads without rich) ------------------------

@@ -66,7 +66,7 @@ def decide(step: StepProblem, ranks: Ranks, strict: bool = True) -> DecidedStep:
     if step.microbatches > 1:
         find = partial(microbatch_placement, step.annotated.graph, step.microbatches, solver_options(step.options),
                        step.allowance)
-        times = ranks.agreed("deciding what goes through microbatches", find)
+        times = ranks.agreed("planning microbatches", find)
         if times is None and step.whole is not None:
             step = replace(step, analyze=step.whole, microbatches=1)
     if step.options.stage_ranks > 1:
@@ -93,7 +93,7 @@ def _on_one_device(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement |
         loop = loop_of(gm, step.annotated.graph, None, times, MeshGroups((), (), ()),
                        outputs, step.kept_gradients, options.compiler)
         find = partial(keep_in_loop, gm, loop, times.microbatches, outputs, sharing, step.cluster, pinned, step.folded, strict)
-    kept = ranks.agreed("deciding which activations are saved", find)
+    kept = ranks.agreed("planning activation checkpointing", find)
     return DecidedStep(replace(decision, checkpointing=kept), step, loop=loop if ranks.running else None)
 
 
@@ -143,7 +143,7 @@ def _in_stages(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | Non
         planned, record = ranks.place(request, lambda request: request.place(step.allowance, fitting, hurried=ranks.running))
     elif finish is not None and not (ranks.running and step.sharing is not None):
         # One rank has no choice. Those of a run decide what they save once their stages are cut, and check it then.
-        record = ranks.agreed("checking that the stages fit",
+        record = ranks.agreed("checking that the stages fit in memory",
                               lambda: None if fits() else check_fits(finish(None), options, cluster))
     decision = StepDecision(
         dict(options.mesh or {}), planned and planned.decision, times, schedule=table.name,
@@ -163,7 +163,7 @@ def decide_unpipelined(step: StepProblem, ranks: Ranks) -> DecidedStep:
     if is_split(options.mesh or {}) or not ranks.running:
         planned, record = ranks.place(request, search)
     elif step.forward_outputs is not None:
-        ranks.agreed("checking that it fits",
+        ranks.agreed("checking that the step fits in memory",
                      lambda: fits_replicated(step.annotated, options, cluster) or search(request) and True)
     decision = StepDecision(dict(options.mesh or {}), planned and planned.decision, pinned=pinned_by(options))
     return DecidedStep(decision, step, planned, record)
@@ -176,8 +176,8 @@ def _warn_unmatched(step: StepProblem) -> None:
         return
     blocks = sorted({*assign_blocks(step.joint() if step.traced is not None else step.annotated.gm).values()} - {""})
     for pattern in unmatched(blocks, pins):
-        log.warning("%s: recompute: %r matches none of its blocks, which are %s", step.name, pattern,
-                    ", ".join(blocks[:8]) or "none: it has no list of layers")
+        log.warning("%s: the pattern %r of options['recompute'] matches none of its blocks: %s", step.name, pattern,
+                    ", ".join(blocks[:8]) or "the model has no repeated layers")
 
 
 def _repeats_of(given: Plan | None, step: StepProblem) -> LoopGathers | None:

@@ -70,7 +70,7 @@ class OfflinePlanner:
             try:
                 return [self._of_few_layers(self.problem("graph_0", traces.few, annotated, allowance, folded))]
             except DepthsDiffer:
-                log.info("the layers of the model are not alike: tracing all of them")
+                log.info("the layers of the model differ; hpml traces all of them")
                 self.graphs.clear()
                 self.met.clear()
         records: list[GraphPlan] = []
@@ -85,8 +85,8 @@ class OfflinePlanner:
         try:
             return self.record(step)
         except LayersDiffer:
-            log.info("%s: a rank does not run its %d traced layers alike, so that every saved activation is counted; with "
-                     "trace_all_layers=True, some may be recomputed", step.name, LONG)
+            log.info("%s: the %d traced layers differ on one rank, so the plan saves all activations; with "
+                     "trace_all_layers=True, hpml can recompute some", step.name, LONG)
             return self.record(replace(step, sharing=None, options=self.options))
 
     def problem(self, name: str, traced: JointTrace, annotated: AnalyzedGraph | None, allowance: WorkLimit,

@@ -54,11 +54,11 @@ class StepDecision:
 
     def __str__(self) -> str:
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items()) or "one device"
-        parts = {"mesh": axes, "placements": self.placements and f"of {len(self.placements.operations)} operations",
+        parts = {"mesh": axes, "placements": self.placements and f"{len(self.placements.operations)} operations",
                  "microbatches": self.microbatches and f"{self.microbatches.microbatches}, with "
-                                                       f"{self.microbatches.share:.0%} of the work on rows in the loop",
-                 "gathers": self.gathers and f"of {len(self.gathers.gathered)} parameters in each microbatch, and "
-                                             f"reductions of {len(self.gathers.reduced)} gradients",
+                                                       f"{self.microbatches.share:.0%} of the work on batch rows in the loop",
+                 "gathers": self.gathers and f"{len(self.gathers.gathered)} parameters gathered and "
+                                             f"{len(self.gathers.reduced)} gradients reduced in each microbatch",
                  "stages": self.stages and f"{self.stages.count} under {self.schedule}",
                  "checkpointing": self.checkpointing and f"{len(self.checkpointing.names)} values saved, "
                                                          f"{self.checkpointing.again} calls recomputed",

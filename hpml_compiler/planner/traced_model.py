@@ -75,7 +75,7 @@ class TracedModel:
         self.few, annotated = long
         short = without_layers(annotated.graph, neighbors(self.model))
         if short is None:
-            log.info("the layers of the model are not that much alike that one could be left out: tracing fewer, too")
+            log.info("the layers of the model differ too much to derive a shallower graph; hpml traces that, too")
             fewer = self._cut(SHORT)
             if fewer is None:
                 return None

@@ -50,7 +50,7 @@ def json_content(text: str, where: str, next_step: str) -> dict[str, Any]:
     """Parse the object in `text` and check its format version. Raises BadInput."""
     content = parse_json(text, where, next_step, "not a plan")
     if not isinstance(content, dict) or "format_version" not in content:
-        raise BadInput(what="this JSON is no plan: it has no format_version", where=where, next_step=next_step)
+        raise BadInput(what="this JSON file is not a plan: it has no format_version", where=where, next_step=next_step)
     version = content["format_version"]
     if version != FORMAT_VERSION:
         raise BadInput(what=f"this hpml reads plans of format_version {FORMAT_VERSION}, this one has {version!r}",

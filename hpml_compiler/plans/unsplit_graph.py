@@ -15,7 +15,7 @@ def why_not_split(record: GraphPlan) -> str:
     if ranks == 1 or record.pipeline is not None or _is_split(record):
         return ""
     who = "both ranks" if ranks == 2 else f"all {ranks} ranks"
-    return f"{record.name} is not split; {who} do the same work, because {_reason(record)}"
+    return f"{record.name} is not split; {who} run all of it, because {_reason(record)}"
 
 
 def _is_split(record: GraphPlan) -> bool:
@@ -32,14 +32,14 @@ def _reason(record: GraphPlan) -> str:
     rows, rows_fit = record.rows, record.rows is not None and any(record.rows % size == 0 for size in sizes)
     found = []
     if rows is None:
-        found.append("its inputs have no rows in common")
+        found.append("its inputs have no common number of rows")
     elif not rows_fit:
-        uneven = f"the {rows} rows of the batch make no {axes} equal shares"
+        uneven = f"the {rows} rows of the batch cannot be divided by {axes}"
         found.append("the batch has 1 row" if rows == 1 else uneven)
     if blocked:
         more = f" (and {len(blocked) - 1} more)" if len(blocked) > 1 else ""
         found.append(f"{blocked[0]}{more} cannot be split: {whole[blocked[0]]}")
     if not rows_fit and len(blocked) == len(record.parameters):
         return " and ".join(found)
-    faster = f"the solver found no split that is faster than {record.predicted.step_time_us / 1e3:.3g} ms a step"
+    faster = f"the solver found no split faster than {record.predicted.step_time_us / 1e3:.3g} ms per step"
     return " and ".join([*found, faster])

@@ -54,9 +54,9 @@ def _either(said: Sequence[str]) -> str:
 def _said(error: Mapping[str, Any]) -> str:
     kind, given, context = error["type"], error.get("input"), error.get("ctx", {})
     if kind == "missing":
-        return "it is missing"
+        return "the key is missing"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return "there is no such key"
+        return "unknown key"
     if kind == "finite_number":
         return f"expected a finite number, got {_shown(given)}"
     if kind in ("literal_error", "enum"):

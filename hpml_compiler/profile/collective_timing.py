@@ -59,7 +59,7 @@ def profile_collectives(cache: MeasurementCache, seconds: float = 3.0,
     """
     if ensure_process_group() < 2:
         raise BadInput(
-            "there is no process group of two or more ranks whose collectives could be timed",
+            "timing collectives needs a process group of at least two ranks",
             "hpml profile --collectives",
             "start it on several ranks: torchrun --nproc-per-node 2 -m hpml_compiler.cli profile --collectives",
         )

@@ -59,7 +59,7 @@ def prepare(variant: StrategyVariant) -> Callable[[], Any]:
         shapes = [tuple(t.shape) for t in compat.pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
         if all(shape in shapes for shape in wanted):
             return call
-    raise CannotRun("results have other shapes than the plan's")
+    raise CannotRun("the result shapes differ from the plan's")
 
 
 def _operand(traced: torch.Tensor, shape: Sequence[int], limit: int) -> torch.Tensor:

@@ -85,10 +85,10 @@ def take_quick_profile(annotated: AnalyzedGraph, cluster: Cluster) -> CachedMeas
             quick_profile_cache.store_profile(key, found)
     if dist.get_rank() == 0:
         factors = ", ".join(f"{kind} {factor:.2f}" for kind, factor in found.factors.items())
-        when = (f"{max(0.0, time.time() - found.made) / 3600:.1f} h ago" if before
-                else f"of {time.perf_counter() - start:.1f} s")
-        log.info("no profile: a look %s at these devices finds kernels to take, times the formula: %s; `hpml profile` "
-                 "measures more", when, factors)
+        when = (f"cached, {max(0.0, time.time() - found.made) / 3600:.1f} h old" if before
+                else f"took {time.perf_counter() - start:.1f} s")
+        log.info("no profile of these devices; a quick profile (%s) measured kernel times relative to the roofline: %s. "
+                 "`hpml profile` measures more", when, factors)
     return found.measured()
 
 

@@ -80,10 +80,10 @@ def cached_profile(key: str) -> QuickProfile | None:
         text = plan_database.get(key)
         found = None if text is None else QuickProfile.model_validate_json(text)
     except BadInput as error:
-        warn_of_cache("an earlier look at these devices cannot be read, they are looked at anew", error)
+        warn_of_cache("the cached quick profile cannot be read; hpml measures again", error)
         return None
     except ValidationError:
-        log.warning("an earlier look at these devices is damaged, they are looked at anew")
+        log.warning("the cached quick profile is corrupt; hpml measures again")
         return None
     return found if found is not None and 0 <= time.time() - found.made < HOLDS_S else None
 
@@ -95,4 +95,4 @@ def store_profile(key: str, look: QuickProfile) -> None:
     try:
         plan_database.put(key, look.model_dump_json())
     except BadInput as error:
-        warn_of_cache("what was found of these devices cannot be kept for the next launch", error)
+        warn_of_cache("the quick profile cannot be cached; the next launch measures again", error)

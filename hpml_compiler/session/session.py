@@ -92,8 +92,8 @@ class Session:
             for axis in range(mesh.ndim):
                 mesh.get_group(axis)
         except (RuntimeError, ValueError, LookupError) as error:
-            raise BadInput("the process group that the model was split over is gone", f"parameter {name}",
-                           "make the model anew after init_process_group, and load its state into it") from error
+            raise BadInput("the process group that the model is sharded over was destroyed", f"parameter {name}",
+                           "create a new model after init_process_group, and load the state into it") from error
         axes = dict(zip(names, mesh.shape, strict=True))
         self.device_meshes.setdefault(_key(axes), mesh)
         return axes
@@ -200,9 +200,10 @@ def last_plan() -> Plan:
         made.graphs.append(made.unplanned[0](f"graph_{len(made.graphs)}"))
         made.unplanned.pop(0)
     if not made.graphs and (why := why_nothing_is_compiled()):
-        raise BadInput(why, "last_plan", "change that part of the model, or compile the parts that do without it")
+        raise BadInput(why, "last_plan", "change that part of the model, or compile only the other parts")
     if not made.graphs:
-        raise BadInput("nothing was compiled for several ranks yet, nor under a byte budget or in microbatches", "last_plan",
+        raise BadInput("no graph was planned yet (plans are made for several ranks, a memory budget or microbatches)",
+                       "last_plan",
                        "call the compiled model first")
     made.graphs = [with_peak(graph, made.options, made.cluster) for graph in made.graphs]
     trainings_first = sorted(made.graphs, key=lambda graph: not graph.training)

@@ -75,7 +75,7 @@ def with_stage_memory(found: Simulation, graph: GraphPlan) -> Simulation:
     """The simulation of a pipelined plan whose stages' activation checkpointing was decided under a memory budget: the fullest
     rank has the peak of each stage's forward and backward while that runs for a microbatch."""
     pipe, peak = graph.pipeline, graph.at_peak
-    assert pipe is not None and peak is not None, "the caller has looked"
+    assert pipe is not None and peak is not None, "the caller checks it"
     state = {part: peak.parts.get(part, 0) for part in ("parameters", "optimizer")}
     lanes: list[list[Peak]] = [[Peak()] for _ in range(pipe.ranks)]
     for rank in range(pipe.ranks):

@@ -50,5 +50,5 @@ def _of_group(name: OptimizerName, device_type: str, group: Mapping[str, Any]) -
         foreach = device_type != "cpu"
     if foreach:
         at_once = AT_ONCE[name] + (0 if name in COPY_IN_PLACE_OF_ANOTHER else copies)
-        return OptimizerTransient(at_once, 0, "give it foreach=False or fused=True" if at_once else "")
+        return OptimizerTransient(at_once, 0, "construct the optimizer with foreach=False or fused=True" if at_once else "")
     return OptimizerTransient(0, ONE_BY_ONE[name] + copies + bool(group.get("nesterov")), "")

@@ -18,14 +18,14 @@ from hpml_compiler.visualize.terminal import labelled
 def renderable(plan: Plan | MixedPlan, simulation: Simulation, cluster: str | None = None) -> RenderableType:
     """The table for a rich console. cluster: the one that the plan was simulated on, if it is not the plan's own."""
     s, lanes = simulation, len(simulation.ranks_of_lane)
-    where = cluster or plan.cluster or "the cluster it was made on"
+    where = cluster or plan.cluster or "the cluster of the plan"
     ranks = f"{sum(map(len, s.ranks_of_lane))} ranks in {lanes} lane{'s' * (lanes > 1)}"
-    lines = {"collectives": f"{format_us(s.communication_us)}, of which exposed {format_us(s.exposed_communication_us)}",
+    lines = {"collectives": f"{format_us(s.communication_us)}, of which {format_us(s.exposed_communication_us)} exposed",
              "memory": f"peak {format_bytes(s.peak_bytes)} on a device, {format_bytes(s.memory[0][1])} at the start"}
     if s.energy_j is not None:
         lines["energy"] = f"{s.energy_j:.4g} J a step on all devices ({s.energy_label})"
     lines["plan"] = f"{format_us(plan.predicted.step_time_us)} a step predicted without overlap"
-    what = f"mesh {format_mesh(plan.mesh)}" if isinstance(plan, Plan) else f"{plan.batch} rows shared out"
+    what = f"mesh {format_mesh(plan.mesh)}" if isinstance(plan, Plan) else f"{plan.batch} rows over all groups"
     return Group(Text(f"{what} on {where}: {ranks}, {format_us(s.step_us)} a step simulated"),
                  _parts(s), _events(s), *(labelled(label, line) for label, line in lines.items()))
 
@@ -53,8 +53,8 @@ def _events(s: Simulation) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("stream")
     table.add_column("kind")
-    table.add_column("runs a rank", justify="right")
-    table.add_column("time busy", justify="right")
+    table.add_column("runs/rank", justify="right")
+    table.add_column("busy time", justify="right")
     for (stream, kind), (runs, us) in sorted(counts.items(), key=lambda item: (item[0][0] != "compute", -item[1][1])):
         table.add_row(stream, kind, f"{runs:.4g}", format_us(us))
     return table

@@ -60,16 +60,17 @@ def simulate(
     Raises BadInput for a cluster of another size than the plan's, or options out of range.
     """
     if microbatches < 1:
-        raise BadInput(f"microbatches must be at least 1, got {microbatches}", "simulate", "1 is a whole batch at once")
+        raise BadInput(f"microbatches must be at least 1, got {microbatches}", "simulate", "1 runs the whole batch at once")
     _check_microbatches(plan, microbatches)
     if recompute not in ("none", "full"):
         raise BadInput(f"recompute must be none or full, got {recompute!r}", "simulate", "write recompute=\"full\"")
     if contention is not None and not 1.0 <= contention <= 2.0:
         raise BadInput(f"contention must be from 1 (overlap is free) to 2 (it gains nothing), got {contention}", "simulate",
-                       "leave it out to take what is usual for the device")
+                       "remove it to use the default of the device")
     if isinstance(plan, MixedPlan):
         if stages is not None or cost is not None:
-            raise BadInput("a mixed plan has no stages, and links of several kinds", "simulate", "leave stages and cost out")
+            raise BadInput("simulations of mixed plans support neither stages nor a cost model", "simulate",
+                           "remove both arguments")
         built = _mixed(plan, cluster, recompute == "full", microbatches, overlap)
     elif stages is not None:
         built = _pipeline(plan, _mesh(plan, cluster), stages, microbatches, schedule, virtual_stages)
@@ -111,10 +112,10 @@ def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
         plan, MixedPlan) else [(f"graph {graph.name}", graph.rows) for graph in plan.step_graphs]
     own = {each.count for graph in plan.graphs if (each := graph.microbatches)} if isinstance(plan, Plan) else set()
     if count > 1 and own:
-        raise BadInput(f"the plan goes through its batch in {max(own)} microbatches, and {count} are asked for", "simulate",
-                       "leave it out, or plan without microbatches")
+        raise BadInput(f"the plan has {max(own)} microbatches, but microbatches={count}", "simulate",
+                       "remove the argument, or plan without microbatches")
     if not parts:
-        raise BadInput("the plan has no graphs, so there is no step to simulate", "simulate",
+        raise BadInput("the plan has no graphs to simulate", "simulate",
                        "make it again with `hpml plan TARGET --save PLAN.json`")
     for name, rows in parts:
         if rows is not None and rows % count:
@@ -122,15 +123,15 @@ def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
             raise BadInput(f"{count} microbatches do not divide the {rows} rows of {name}", "simulate",
                            f"choose one of {', '.join(map(str, fitting[:12]))}{', ...' * (len(fitting) > 12)}")
     if count > MOST_MICROBATCHES:
-        raise BadInput(f"{count} microbatches are more than the {MOST_MICROBATCHES:,} that a simulation takes", "simulate",
-                       "a steady step repeats itself: simulate fewer")
+        raise BadInput(f"{count} microbatches are more than the maximum of {MOST_MICROBATCHES:,}", "simulate",
+                       "simulate fewer: the steady state repeats")
 
 
 def _mixed(plan: MixedPlan, cluster: Cluster | str | None, recompute: bool, microbatches: int, overlap: bool) -> RankLanes:
     """Lanes of the groups in order; gradients are reduced over the groups that take part before their optimizers run."""
     whole = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if whole is not None and [group.size for group in whole.groups] != [group.devices for group in plan.groups]:
-        raise BadInput(f"the plan's groups have {[group.devices for group in plan.groups]} devices, those of {whole} "
+        raise BadInput(f"the plan's groups have {[group.devices for group in plan.groups]} devices, but those of {whole} have "
                        f"{[group.size for group in whole.groups]}", "simulate", "name a cluster with the same groups")
     known = whole or _parsed(plan.cluster)
     lanes: list[RankLanes] = []
@@ -197,12 +198,12 @@ def _planned_pipeline(plan: Plan, mesh: Mesh | None, cost: CostModel | None, ane
     """Lanes of the pipeline stages in the plan."""
     graph, *others = plan.step_graphs
     if others:
-        raise BadInput(f"stages of one graph are played, and the plan has {len(others)} more", "simulate",
-                       "take the breaks out of the graph (`hpml_compiler.last_plan()` names them by their frames)")
+        raise BadInput(f"only pipelines of one graph can be simulated, but the plan has {len(others)} more graphs", "simulate",
+                       "remove the graph breaks (`hpml_compiler.last_plan()` names them by their frames)")
     if cost is not None and mesh is None:
         raise BadInput("a cost model needs the mesh's links", "simulate", "give the cluster, too")
     pipe, memory = graph.pipeline, graph.memory
-    assert pipe is not None, "the caller has looked"
+    assert pipe is not None, "the caller checks it"
     own = MeshPrices(mesh, _options(plan).optimizer_states, cost=cost) if mesh else None
     model = RepricedPlan(graph, own) if own else None
     prices = model if model and (anew or cost is not None) else PlannedPrices(graph, model)
@@ -222,10 +223,11 @@ def _pipeline(plan: Plan, mesh: Mesh | None, stages: Sequence[TimedStage], micro
               virtual: int) -> RankLanes:
     world, devices = plan.world_size, max(1, len(stages) // max(1, virtual))
     if virtual < 1 or (virtual > 1 and schedule == "gpipe"):
-        raise BadInput(f"virtual_stages={virtual} under {schedule}", "simulate", "interleave with 1f1b, by 1 or more")
+        raise BadInput(f"virtual_stages={virtual} does not fit the schedule {schedule}", "simulate",
+                       "use 1f1b with virtual_stages of at least 1")
     if world % devices:
-        raise BadInput(f"{world} ranks cannot be shared out among {devices} devices of a pipeline", "simulate",
-                       "give a number of stages that divides the plan's ranks")
+        raise BadInput(f"{world} ranks cannot be divided among {devices} pipeline devices", "simulate",
+                       "choose a number of stages that divides the ranks of the plan")
     schedule = "interleaved" if virtual > 1 and schedule == "1f1b" else schedule
     built = pipeline_tasks(stages, microbatches, schedule, devices)
     each = world // devices

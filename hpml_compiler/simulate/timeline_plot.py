@@ -104,7 +104,7 @@ def _memory(axes: Any, simulation: Simulation, scale: float) -> None:
     axes.annotate(f"peak {format_bytes(simulation.peak_bytes)}", (1, simulation.peak_bytes / size), ha="right",
                   va="bottom", fontsize=8, xycoords=("axes fraction", "data"))
     axes.set_ylim(0, 1.4 * simulation.peak_bytes / size or 1)
-    axes.set_ylabel(f"held ({name})")
+    axes.set_ylabel(f"memory ({name})")
 
 
 def _at(curve: Sequence[tuple[float, int]], times: Sequence[float]) -> list[int]:

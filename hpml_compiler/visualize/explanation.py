@@ -32,11 +32,11 @@ def explain(plan: PlanContent, name: str) -> str:
 
 def _parameter(graph: GraphPlan, name: str, parameter: ParameterPlan) -> Iterator[str]:
     yield (f"{'trainable' if parameter.trainable else 'frozen'} parameter, {parameter.dtype}{list(parameter.shape)}, "
-           f"{format_bytes(parameter.bytes_whole)} whole, {format_bytes(parameter.bytes_per_device)} on a device")
+           f"{format_bytes(parameter.bytes_whole)} unsharded, {format_bytes(parameter.bytes_per_device)} per device")
     yield "stored as"
-    yield from (f"  {line}" for line in describe_placements(parameter.placements, graph.mesh) or ["whole, one device"])
+    yield from (f"  {line}" for line in describe_placements(parameter.placements, graph.mesh) or ["one device"])
     if stand_in := _stand_in(graph, name):
-        yield f"the operations of its block are not listed: {stand_in} stands for it"
+        yield f"the operations of its block are not listed; see {stand_in} of an equal block"
         yield from _gradient(graph, parameter)
         return
     yield from _gradient(graph, parameter)
@@ -57,12 +57,12 @@ def _gradient(graph: GraphPlan, parameter: ParameterPlan) -> Iterator[str]:
     moves = [move for move in graph.redistributions
              if move.value in names and (not move.consumer or move.consumer in names) and move.hops]
     if not moves:
-        yield f"its gradient {parameter.gradient} is made where it is wanted: nothing is reduced"
+        yield f"its gradient {parameter.gradient} needs no reduction"
     for move in moves:
         hops = ", then ".join(f"{hop.collective} over {hop.axis}={graph.mesh[hop.axis]} ({format_bytes(hop.bytes)}, "
                                f"{format_us(hop.predicted_us)})" for hop in move.hops)
-        total = f", {format_us(sum(hop.predicted_us for hop in move.hops))} in all" if len(move.hops) > 1 else ""
-        yield (f"its gradient {move.value} is made as {format_placements(move.source, graph.mesh)} and becomes "
+        total = f", {format_us(sum(hop.predicted_us for hop in move.hops))} in total" if len(move.hops) > 1 else ""
+        yield (f"its gradient {move.value} is computed as {format_placements(move.source, graph.mesh)} and redistributed to "
                f"{format_placements(move.target, graph.mesh)} by {hops}{total}")
 
 
@@ -80,11 +80,11 @@ def _operation(graph: GraphPlan, operation: OperationPlan) -> Iterator[str]:
     runs = graph.runs(operation)
     yield (f"{operation.op}, {'backward' if operation.backward else 'forward'}, in {operation.block or ROOT}, "
            f"class {operation.class_id}")
-    yield (f"predicted {format_us(operation.predicted_us)} a run, {runs} run{'s' if runs > 1 else ''} a step: "
+    yield (f"predicted {format_us(operation.predicted_us)} per run, {runs} run{'s' if runs > 1 else ''} per step: "
            f"{format_us(operation.predicted_us * runs)} of {format_us(graph.predicted.compute_us)} compute")
     for position, output in enumerate(operation.outputs):
-        yield f"output {position} lives as" if len(operation.outputs) > 1 else "its value lives as"
-        yield from (f"  {line}" for line in describe_placements(output, graph.mesh) or ["no tensor, or one device"])
+        yield f"placement of output {position}" if len(operation.outputs) > 1 else "placement of its output"
+        yield from (f"  {line}" for line in describe_placements(output, graph.mesh) or ["not a tensor, or one device"])
     for position, placements in enumerate(operation.inputs):
         source = f" from {operation.sources[position]}" if position < len(operation.sources) else ""
         yield f"reads input {position}{source} as {format_placements(placements, graph.mesh)}"
@@ -95,11 +95,11 @@ def _around(graph: GraphPlan, name: str) -> Iterator[str]:
     before = [move for move in graph.redistributions if move.consumer == name]
     after = [move for move in graph.redistributions if move.value == name]
     if not before and not after and not (name in graph.parameters and _stand_in(graph, name)):
-        yield ("it is read as it is stored: nothing is gathered" if name in graph.parameters
-               else "nothing is redistributed before or after it")
+        yield ("it is read in its stored placement, without a collective" if name in graph.parameters
+               else "no redistribution before or after it")
     yield from (f"before it, {describe_move(move, graph)}" for move in before)
     yield from (f"after it, {describe_move(move, graph)}" for move in after)
-    yield from (f"left whole: {left.reason}" for left in graph.left_whole if left.name == name)
+    yield from (f"replicated: {left.reason}" for left in graph.left_whole if left.name == name)
 
 
 def describe_move(move: Redistribution, graph: GraphPlan) -> str:
@@ -107,19 +107,19 @@ def describe_move(move: Redistribution, graph: GraphPlan) -> str:
     costs = [f"{format_bytes(hop.bytes)}, {format_us(hop.predicted_us)}" for hop in move.hops]
     hops = ", then ".join(f"{hop.collective} over {hop.axis} ({cost})"
                            for hop, cost in zip(move.hops, costs, strict=True)) or "no collective"
-    times = f", {move.multiplicity} times a step" if move.multiplicity > 1 else ""
+    times = f", {move.multiplicity} times per step" if move.multiplicity > 1 else ""
     return (f"{move.value} {move.dtype}{list(move.shape)} for {move.consumer or 'the output'}: "
-            f"{format_placements(move.source, graph.mesh)} becomes {format_placements(move.target, graph.mesh)} "
+            f"{format_placements(move.source, graph.mesh)} to {format_placements(move.target, graph.mesh)} "
             f"by {hops}{times}")
 
 
 def _unknown(plan: PlanContent, name: str) -> BadInput:
     if not plan.graphs:
-        return BadInput(what="the plan has no graphs: there is nothing to explain", where="explain",
+        return BadInput(what="the plan has no graphs to explain", where="explain",
                         next_step="make it again with `hpml plan TARGET --save PLAN.json`")
     known = list(dict.fromkeys(each for graph in plan.graphs for each in (*graph.parameters, *graph.operations)))
     parts = [each for each in known if name and name in each]
     close = list(dict.fromkeys([*difflib.get_close_matches(name, known, n=5, cutoff=0.5), *parts]))[:8]
     advice = f"did you mean {', '.join(close)}?" if close else f"name one of {', '.join(known[:8])}, ..."
     return BadInput(what=f"the plan has no node or parameter {name!r}", where="explain",
-                    next_step=advice if known else "make a plan of a model that has operations")
+                    next_step=advice if known else "plan a model that has operations")

@@ -66,12 +66,12 @@ def describe_placements(placements: Sequence[str], mesh: Mapping[str, int]) -> l
 
 def _describe(placement: str, size: int) -> str:
     if placement == "R":
-        return "replicated, whole on each device"
+        return "replicated on each device"
     if placement in ("P", "M"):
-        return f"partial, the {'sum' if placement == 'P' else 'maximum'} over the devices is the value"
+        return f"partial: the value is the {'sum' if placement == 'P' else 'maximum'} over the devices"
     dim, factor = re.findall(r"\d+", f"{placement}.0")[:2]
     part = f"factor {factor} of dim {dim}" if "." in placement else f"dim {dim}"
-    return f"{part} is sharded, one part of {size} on each device"
+    return f"{part} is sharded into {size} parts, one per device"
 
 
 def _digits(number: float) -> str:

@@ -68,7 +68,7 @@ def render(plan: PlanContent, path: Path, **options: Any) -> Path:
         source = Path("plan.gv") if is_device(path) else path.with_suffix(".gv")
         write_file(source, drawing.source, "the graph of the plan")
         raise MissingDependency(
-            what=f"{path.name} is not drawn: the program dot of Graphviz is not installed",
+            what=f"cannot draw {path.name}: Graphviz's program dot is not installed",
             where=f"the graph is in {source}",
             next_step=f"apt-get install graphviz, then dot -T{kind} {source} -o {path}",
         ) from error
@@ -90,7 +90,7 @@ def _draw(drawing: graphviz.Digraph, found: Sketch, prefix: str, title: str, sta
     _draw_part(drawing, found, prefix, None)
     if found.left_out:
         total = found.left_out + sum(node.kind != "end" for node in found.nodes.values())
-        drawing.node(f"{prefix}left_out", _escape(f"{found.left_out} of {total} nodes are left out, the cheapest"),
+        drawing.node(f"{prefix}left_out", _escape(f"the {found.left_out} cheapest of {total} nodes are not drawn"),
                      shape="plaintext")
     rank = {name: position for position, name in enumerate(found.nodes)}
     # edges with labels last, so that no other line is drawn over a label
@@ -133,8 +133,8 @@ def _edge_label(edge: SketchEdge) -> str:
 def _title(text: str) -> str:
     """The heading with a legend of shapes, colors and lines below it."""
     cell = '<td border="1" color="black" bgcolor="{}" width="18" height="12"></td>'
-    entries = [cell.format(SPLIT) + "<td>parameters split over the mesh</td>",
-               cell.format(WHOLE) + "<td>whole on every device</td>",
+    entries = [cell.format(SPLIT) + "<td>sharded parameters</td>",
+               cell.format(WHOLE) + "<td>replicated</td>",
                "<td>&#8212;&#8212;&#9656;</td><td>forward</td>", "<td>- - &#9656;</td><td>backward</td>",
                '<td><font color="firebrick">&#8212;&#8212;&#9656;</font></td>'
                "<td>collectives: how many a step, bytes a device</td>"]

@@ -11,18 +11,18 @@ from hpml_compiler.plans.schema import ROOT, GraphPlan
 from hpml_compiler.visualize.formatting import format_bytes, format_us
 
 MOST_NAMES = 10
-COUNTED = "counted along what a rank runs"
-UNDECIDED = "counted along the plan's operations, with what torch's partitioner would save"
+COUNTED = "simulated from the operations of one rank"
+UNDECIDED = "simulated from the plan's operations, with the saved values that torch's partitioner would choose"
 
 
 def memory_text(plan: PlanContent, peak: Peak) -> str:
-    lines = [f"a device holds {format_bytes(peak.bytes)} when it holds most ({COUNTED if peak.counted else UNDECIDED})"]
+    lines = [f"peak memory of a device: {format_bytes(peak.bytes)} ({COUNTED if peak.counted else UNDECIDED})"]
     lines += [f"  {part:<12} {format_bytes(nbytes):>9}" for part, nbytes in peak.parts.items()]
-    lines.append(f"  then runs {describe_moment(peak)}")
+    lines.append(f"  at {describe_moment(peak)}")
     if budget := budget_of(plan):
-        room = budget - peak.bytes
+        left = budget - peak.bytes
         lines.append(f"  the budget is {format_bytes(budget)}: " + (
-            f"{format_bytes(room)} are left" if room >= 0 else f"{format_bytes(-room)} too much"))
+            f"{format_bytes(left)} left" if left >= 0 else f"exceeded by {format_bytes(-left)}"))
     for graph in plan.step_graphs:
         lines += ["", *_of_graph(graph)]
     return "\n".join(lines)
@@ -56,10 +56,10 @@ def _decided(graph: GraphPlan) -> dict[str, CheckpointingPlan]:
 
 def describe_moment(peak: Peak) -> str:
     if not peak.node:
-        return "nothing that the plan lists"
+        return "an operation that the plan does not list"
     where = f" of {peak.block}" if peak.block and peak.block != ROOT else ""
-    what = {"recompute": "once more in backward"}.get(peak.phase, f"in {peak.phase}")
-    return f"{peak.node}{where}, {what}" if peak.node != "optimizer" else "the optimizer"
+    what = {"recompute": "recomputed in backward"}.get(peak.phase, f"in {peak.phase}")
+    return f"{peak.node}{where}, {what}" if peak.node != "optimizer" else "the optimizer step"
 
 
 def saved_values(graph: GraphPlan) -> dict[str, tuple[str, int]]:
@@ -92,7 +92,7 @@ def _offloaded(decided_for: str, kept: CheckpointingPlan) -> Iterator[str]:
         sizes = {name: (value.block, value.bytes * value.layers) for name, value in kept.offloaded.items()}
         yield (f"{decided_for} offloads {_values(sum(value.layers for value in values))}, "
                f"{format_bytes(sum(nbytes for _, nbytes in sizes.values()))}: "
-               f"{format_us(sum(value.predicted_us * value.layers for value in values))} to move them")
+               f"transfers take {format_us(sum(value.predicted_us * value.layers for value in values))}")
         yield from _largest({name: (block, nbytes, format_bytes(nbytes)) for name, (block, nbytes) in sizes.items()})
 
 
@@ -100,10 +100,10 @@ def _recomputed(decided_for: str, kept: CheckpointingPlan, step_us: float) -> It
     if not kept.again:
         yield f"{decided_for} recomputes nothing"
         return
-    share = f", {kept.again_us / step_us:.1%} of a step" if step_us else ""
+    share = f", {kept.again_us / step_us:.1%} of the step" if step_us else ""
     count = sum(call.layers for call in kept.again.values())
     calls = "1 call" if count == 1 else f"{count} calls"
-    yield f"{decided_for} runs {calls} of forward once more in backward: {format_us(kept.again_us)}{share}"
+    yield f"{decided_for} recomputes {calls} of forward in backward: {format_us(kept.again_us)}{share}"
     took = {name: (call.block, call.predicted_us * call.layers) for name, call in kept.again.items()}
     slowest = sorted(took.items(), key=lambda item: -item[1][1])
     yield from _largest({name: (block, us, format_us(us)) for name, (block, us) in slowest})
@@ -114,7 +114,7 @@ def _largest(named: Mapping[str, tuple[str, float, str]]) -> Iterator[str]:
     for name, (block, _, text) in list(named.items())[:MOST_NAMES]:
         yield f"  {text:>9}  {name}" + (f"  ({block})" if block and block != ROOT else "")
     if len(named) > MOST_NAMES:
-        yield f"  and {len(named) - MOST_NAMES} smaller ones"
+        yield f"  and {len(named) - MOST_NAMES} smaller"
 
 
 def _values(count: int) -> str:

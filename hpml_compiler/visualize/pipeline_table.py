@@ -35,7 +35,7 @@ def stage_labels(pipe: PipelinePlan) -> list[str]:
     """Label of each stage's frame in a drawing; times are per microbatch."""
     return ["\n".join((
         f"stage {k} on rank {stage.rank}: forward {format_us(stage.forward_us)}, backward {format_us(stage.backward_us)}",
-        f"{format_bytes(stage.memory_bytes)} held, {stage.in_flight} of {pipe.microbatches} microbatches in flight",
+        f"peak memory {format_bytes(stage.memory_bytes)}, {stage.in_flight} of {pipe.microbatches} microbatches in flight",
         *(f"sends {_sent(sent)}" for sent in stage.sends))) for k, stage in enumerate(pipe.stages)]
 
 
@@ -44,4 +44,4 @@ def _blocks(stage: StagePlan) -> str:
 
 
 def _sent(sent: SentPlan) -> str:
-    return f"{sent.value} {'back' if sent.backward else 'on'}, {format_bytes(sent.bytes)}"
+    return f"{sent.value} to the {'previous' if sent.backward else 'next'} stage, {format_bytes(sent.bytes)}"

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,7 +13,7 @@ from rich.text import Text
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.pipeline_records import MicrobatchPlan
-from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, SolverReport
+from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, ParameterPlan, SolverReport
 from hpml_compiler.plans.unsplit_graph import why_not_split
 from hpml_compiler.visualize.equal_blocks import BlockClass, block_classes
 from hpml_compiler.visualize.formatting import (
@@ -55,7 +55,7 @@ def renderable(plan: PlanContent) -> RenderableType:
         parts.append(labelled("per device", describe_memory(plan.memory, plan.peak)))
     for attempt in plan.rejected[:MOST_NAMES]:
         cost = "" if attempt.cost is None else f"{format_objective(attempt.cost, attempt.objective)}, "
-        parts.append(labelled("not taken", f"mesh {format_mesh(attempt.mesh)}: {cost}{attempt.reason}"))
+        parts.append(labelled("rejected", f"mesh {format_mesh(attempt.mesh)}: {cost}{attempt.reason}"))
     if len(plan.rejected) > MOST_NAMES:
         parts.append(labelled("", f"and {len(plan.rejected) - MOST_NAMES} more meshes"))
     if plan.seconds:
@@ -70,7 +70,7 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
                f"predicted ({describe_solver(graph.solver)})")
     yield Text(f"compute {format_us(cost.compute_us)}, communication {format_us(cost.communication_us)}, "
                f"optimizer {format_us(cost.optimizer_us)}"
-               + (f", computed once more or offloaded {format_us(cost.again_us)}" if cost.again_us else ""))
+               + (f", recomputation and offloading {format_us(cost.again_us)}" if cost.again_us else ""))
     if cost.energy_j is not None:
         yield Text(describe_energy(cost.energy_j, cost.step_time_us, math.prod(graph.mesh.values()), cost.energy_label))
     classes = block_classes(graph)
@@ -78,9 +78,9 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
     yield from _disagreements(graph, classes)
     for half, report in graph.blocks.items():
         yield labelled(half, f"{report.compiled} of {report.calls} calls compiled, in {report.segments} segments of which "
-                             f"{report.different} differ")
+                             f"{report.different} are distinct")
     if graph.microbatches is not None:
-        yield labelled("microbatches", describe_microbatches(graph.microbatches))
+        yield labelled("microbatches", describe_microbatches(graph.microbatches, graph.parameters))
     if graph.pipeline is not None:
         yield stage_table(graph.pipeline)
     yield labelled("per device", describe_memory(graph.memory, graph.at_peak))
@@ -88,22 +88,30 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
     if why := why_not_split(graph):
         yield labelled("not split", why.partition("; ")[2])
     for left in graph.left_whole[:MOST_NAMES]:
-        yield labelled("left whole", f"{left.name}: {left.reason}")
+        yield labelled("replicated", f"{left.name}: {left.reason}")
     if len(graph.left_whole) > MOST_NAMES:
         yield labelled("", f"and {len(graph.left_whole) - MOST_NAMES} more")
 
 
-def describe_microbatches(said: MicrobatchPlan) -> str:
+def describe_microbatches(times: MicrobatchPlan, parameters: Mapping[str, ParameterPlan]) -> str:
     """Describe the microbatches: their number, the operations outside of the loop, the order of forward and backward, and the
     parameters that each of them gathers, or whose gradients it reduces."""
-    whole = ", ".join(said.whole[:MOST_NAMES]) + (f" and {len(said.whole) - MOST_NAMES} more" * (len(said.whole) > MOST_NAMES))
-    order = "backward of each after its forward" if said.loss_inside else (
-        "forward of all first, since the loss is not in this graph: what all of them save is held")
+    outside = ", ".join(times.whole[:MOST_NAMES])
+    outside += f" and {len(times.whole) - MOST_NAMES} more" * (len(times.whole) > MOST_NAMES)
+    order = "backward of each after its forward" if times.loss_inside else (
+        "forward of all first, since the loss is not in this graph: saved activations of all are in memory at once")
     repeated = "".join(
-        f"; each {verb} {', '.join(sorted({block_class(name) for name in names}))}"
-        for verb, names in (("gathers", said.gathered), ("reduces the gradients of", said.reduced)) if names)
-    return (f"{said.count}, with {100 * said.share:.1f} % of the work on rows in their loop"
-            f"{f' (whole: {whole})' if whole else ''}; {order}{repeated}. Rows of blocks are of the whole batch")
+        f"; each {verb} {_sharded_parameters(names, parameters)}"
+        for verb, names in (("gathers", times.gathered), ("reduces the gradients of", times.reduced)) if names)
+    return (f"{times.count}, with {100 * times.share:.1f} % of the work on batch rows in their loop"
+            f"{f' (outside: {outside})' if outside else ''}; {order}{repeated}. Figures by block are for the full batch")
+
+
+def _sharded_parameters(names: Sequence[str], parameters: Mapping[str, ParameterPlan]) -> str:
+    """Names of parameters without list indices, or "all sharded parameters"."""
+    if {name for name, each in parameters.items() if each.bytes_per_device < each.bytes_whole} <= {*names}:
+        return "all sharded parameters"
+    return ", ".join(sorted({block_class(name) for name in names}))
 
 
 def _disagreements(graph: GraphPlan, classes: list[BlockClass]) -> Iterator[RenderableType]:
@@ -115,7 +123,7 @@ def _disagreements(graph: GraphPlan, classes: list[BlockClass]) -> Iterator[Rend
         ("communication", graph.predicted.communication_us, sum(each.communication_us for each in classes)),
     ):
         if abs(total - predicted) > 0.01 * max(total, predicted):
-            yield labelled("note", f"the blocks' {what} adds up to {format_us(total)}, not {format_us(predicted)}")
+            yield labelled("note", f"the {what} of the blocks adds up to {format_us(total)}, not {format_us(predicted)}")
 
 
 def describe_solver(report: SolverReport) -> str:
@@ -127,7 +135,7 @@ def describe_solver(report: SolverReport) -> str:
 
 def describe_energy(energy_j: float, step_time_us: float, devices: int, label: str | None) -> str:
     """Energy of a step on all devices, average power per device, and the source of the figures."""
-    power = f", {energy_j / (step_time_us * 1e-6) / devices:.3g} W on average each" if step_time_us else ""
+    power = f", {energy_j / (step_time_us * 1e-6) / devices:.3g} W average power each" if step_time_us else ""
     return f"energy {format_joules(energy_j)} a step on {devices} devices{power} ({label})"
 
 
@@ -147,7 +155,7 @@ def _table(graph: GraphPlan, classes: list[BlockClass]) -> Table:
     table.add_column("sent", justify="right")
     shown = _costliest(classes)
     for each in shown:
-        sizes = f"{format_count(each.parameter_count)}\n{format_bytes(each.bytes_per_device)} held"
+        sizes = f"{format_count(each.parameter_count)}\n{format_bytes(each.bytes_per_device)}"
         table.add_row(*map(Text, (
             each.name,
             f"x{each.multiplicity}",

@@ -21,6 +21,7 @@ from tests.zoo.models import Architecture, pick
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4}
 PARTLY_FLOAT32 = 1e-5
 """Tolerance of a float64 model that computes in float32 in places, as HF's RMSNorm and losses do."""
+UNRULED = " has no sharding rule"
 
 
 @dataclass
@@ -131,8 +132,7 @@ def judged(name: str, mesh: str, rank: int, folder: Path) -> Outcome:
         outcome = judge(use, mesh, folder, rank, list(expected))
     if outcome.verdict == "different" and (torchs := _as_torch(use, list(expected))):
         outcome = replace(outcome, verdict="torch", detail=f"{outcome.detail}; under aot_eager: {torchs}")
-    missing = {message.removeprefix("no rule for ").split(": left whole")[0]
-               for message in heard.messages if message.startswith("no rule for ")}
+    missing = {message.partition(UNRULED)[0] for message in heard.messages if UNRULED in message}
     return Result(**vars(outcome), dtype=str(dtype).removeprefix("torch."), replicated=tuple(sorted(missing)),
                   said=tuple(dict.fromkeys(heard.messages)),
                   parameters=sum(value.numel() for at, value in expected if at + ".requires_grad" in dict(expected)))

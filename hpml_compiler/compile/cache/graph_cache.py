@@ -121,10 +121,10 @@ class GraphCache:
         if found is not None and all(each == told[0] for each in told):
             self.found = found
             if self.rank == 0:
-                log.info("graph_%d: rewritten as in an earlier launch; HPML_CACHE=0 does it anew", self.number)
+                log.info("graph_%d: read from the graph cache; set HPML_CACHE=0 to compile it again", self.number)
 
     def _of_all_ranks(self, mine: Any) -> list[Any]:
-        with activity("looking for what an earlier launch made of this graph"):
+        with activity("looking up this graph in the graph cache"):
             require_all_ranks("compiling a graph", CALLING, every=0)
             return from_all_ranks(mine)
 
@@ -133,7 +133,7 @@ class GraphCache:
             return ""
         try:
             if not returns_new_tensors(self.gm):
-                raise Uncacheable("it returns something else than tensors, or what it is given")
+                raise Uncacheable("it returns non-tensors, or its own inputs")
             return graph_key(self.gm, self.given, self.options, self.cluster, self.session.trail, self.sharing)
         except Uncacheable as why:
             self._not_kept(str(why))
@@ -143,20 +143,20 @@ class GraphCache:
         try:
             packed = graph_database.get(self._name())
         except BadInput as error:
-            warn_of_cache("what earlier launches made of graphs cannot be read", error)
+            warn_of_cache("the graph cache cannot be read; graphs are compiled again", error)
             return None
         if packed is None:
             return None
         try:
             found = restricted_pickle.loads(packed, restricted_pickle.classes_of(CachedGraph, *KINDS))
             if type(found) is not CachedGraph:
-                raise restricted_pickle.NotPlain(f"it is {type(found).__name__}")
+                raise restricted_pickle.NotPlain(f"it is of type {type(found).__name__}")
             check(found.graphs, *KINDS)
             if found.unplanned is not None:
                 check(found.unplanned, PlanSource)
         except restricted_pickle.NotPlain as error:
-            warn_of_cache("what an earlier launch made of this graph is not read", BadInput(
-                f"the cache of graphs has an entry that hpml did not write: {error}", str(graph_database.path()),
+            warn_of_cache("the cached entry of this graph is ignored; the graph is compiled again", BadInput(
+                f"the graph cache has an entry that hpml did not write: {error}", str(graph_database.path()),
                 "run `hpml doctor --clear-cache`, and find out who wrote it"))
             return None
         return found if time.time() < found.until and found.prices == self._prices(found.running.graph_hash) else None
@@ -176,7 +176,7 @@ class GraphCache:
 
     def restored(self) -> Any:
         """The graphs of the entry, as `note` got them."""
-        assert self.found is not None, "there is nothing else to restore"
+        assert self.found is not None, "no cached entry to restore"
         mode = compat.fake_mode()
         with compat.outside_tracing(), torch.no_grad():
             return unpack(self.found.graphs, mode, *KINDS)
@@ -201,7 +201,7 @@ class GraphCache:
             return
         try:
             if not all(x is None or isinstance(x, torch.Tensor) for x in handed):  # autograd takes symbols, not numbers
-                raise CannotSerialize("it hands numbers from forward to backward")
+                raise CannotSerialize("its forward saves numbers for backward")
             with compat.outside_tracing():
                 self.noted = PendingEntry(pack(graphs), unplanned and pack(unplanned, TRACED_META))
         except CannotSerialize as why:
@@ -223,7 +223,7 @@ class GraphCache:
         written = compat.mutated_inputs_as_traced(len(self.given.values))
         memory = [memory_of(example) for example in self.given.examples]
         if any(memory.count(memory[each.position]) > 1 for each in written):
-            raise compat.UnsupportedEpilogue("it changes what shares memory with another input")
+            raise compat.UnsupportedEpilogue("it mutates an input that shares memory with another input")
         return written
 
     def _check(self, then: AOTEpilogue) -> None:
@@ -233,7 +233,7 @@ class GraphCache:
         except compat.UnsupportedEpilogue as error:
             why = error
         if now != then:
-            raise HpmlError("a graph that an earlier launch has compiled is not traced as it was then", f"graph_{self.number}",
+            raise HpmlError("the graph differs from its entry in the graph cache", f"graph_{self.number}",
                             "run `hpml doctor --clear-cache`, or set HPML_CACHE=0") from why
 
     def note_backward(self) -> None:
@@ -246,9 +246,9 @@ class GraphCache:
         noted = self.noted
         if noted is None:
             return
-        assert noted.around is not None, "forward is compiled before a graph is kept"
+        assert noted.around is not None, "forward must be compiled before the graph is cached"
         if {each.position for each in noted.around.written} != takes.written:
-            self._not_kept("what it changes is not what it was planned to")
+            self._not_kept("it mutates other inputs than planned")
             return
         until = float("inf") if self.session.quick is None else time.time() + HOLDS_S
         entry = CachedGraph(takes.without_fakes(), noted.graphs, noted.unplanned, noted.around, noted.writes_over,
@@ -257,8 +257,8 @@ class GraphCache:
             with compat.outside_tracing():
                 graph_database.put(self._name(), restricted_pickle.dumps(entry))
         except BadInput as error:
-            warn_of_cache("what this graph was rewritten to cannot be kept for the next launch", error)
+            warn_of_cache("this graph cannot be cached; the next launch compiles it again", error)
 
     def _not_kept(self, why: str) -> None:
-        log.info("graph_%d is not kept for the next launch: %s", self.number, why)
+        log.info("graph_%d is not cached: %s", self.number, why)
 

@@ -84,9 +84,9 @@ def _ranks() -> tuple[int, str]:
 
 def _canonical_text(gm: GraphModule) -> str:
     if "_checkpoint_context_fn" in gm.meta:
-        raise Uncacheable("what a checkpointed region keeps is said by a function of the script")
+        raise Uncacheable("a checkpointed region has a context_fn")
     if any(size is None for node in gm.graph.find_nodes(op="placeholder") for size in _sizes(node.meta.get("example_value"))):
-        raise Uncacheable("an input whose sizes are not numbers")
+        raise Uncacheable("an input with symbolic sizes")
     lines = []
     for node in gm.graph.nodes:
         args, kwargs = (map_aggregate(x, _fingerprint) for x in (node.args, node.kwargs))
@@ -122,7 +122,7 @@ def _attribute(value: Any) -> str:
     if type(value) is torch.Tensor and value.device.type == "cpu" and not compat.is_fake(value) and (
             value.numel() * value.element_size() <= LARGEST_CONSTANT_BYTES):
         return hashlib.sha256(repr((value.dtype, value.shape, value.tolist())).encode()).hexdigest()
-    raise Uncacheable(f"a constant that is {type(value).__name__}")
+    raise Uncacheable(f"a constant of type {type(value).__name__}")
 
 
 def _fingerprint(x: Any) -> Any:
@@ -132,7 +132,7 @@ def _fingerprint(x: Any) -> Any:
         return repr(x)
     if isinstance(x, torch.SymInt) and (number := compat.static_int(x)) is not None:
         return repr(number)
-    raise Uncacheable(f"an argument that is {type(x).__name__}")
+    raise Uncacheable(f"an argument of type {type(x).__name__}")
 
 
 def _sharing(examples: Sequence[Any]) -> list[int]:
@@ -146,7 +146,7 @@ def _described(given: Any, example: Any) -> tuple[Any, ...]:
     if isinstance(example, int | torch.SymInt) and (number := compat.static_int(example)) is not None:
         return type(given).__name__, number
     if not isinstance(given, torch.Tensor) or not isinstance(example, torch.Tensor) or example.layout is not torch.strided:
-        raise Uncacheable(f"an input that is {type(given).__name__}")
+        raise Uncacheable(f"an input of type {type(given).__name__}")
     return (example.ndim, _sizes(example), example.dtype, example.device, type(given).__name__, given.requires_grad,
             given.is_leaf, example.is_conj(), example.is_neg(), given.is_inference())
 

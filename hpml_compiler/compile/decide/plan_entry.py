@@ -101,4 +101,5 @@ class PlanEntry:
 def warn_replicated(unruled: Mapping[str, Sequence[str]]) -> None:
     """Warn of operators that are replicated for want of a sharding rule. unruled: their calls."""
     for target, nodes in unruled.items():
-        log.warning("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
+        log.warning("%s has no sharding rule and is replicated, at %s; see \"Your first op rule\" in the documentation", target,
+                    ", ".join(nodes[:3]))

@@ -70,6 +70,6 @@ class RunningRanks:
         if mesh is None or wanted is None or same_mesh(wanted, mesh):
             return mesh
         if request.annotated.interface.stored:
-            raise BadInput(f"parameters are placed on the mesh {mesh} already, and {wanted} is asked for",
-                           where="options['mesh']", next_step="give one mesh for all that a model is compiled for")
+            raise BadInput(f"parameters are already placed on the mesh {mesh}, but the options request {wanted}",
+                           where="options['mesh']", next_step="use the same mesh in all torch.compile calls of a model")
         return None

@@ -97,8 +97,8 @@ class GraphInputs:
         """Axes that parameters are placed on, if this graph can be planned on them. A graph without stages gathers parameters
         that the stages of a pipeline share."""
         if options.stage_ranks > 1 and not same_mesh(options.mesh or {}, placed_on):
-            raise BadInput(f"it is placed on the mesh {placed_on} already, and {options.mesh} is asked for",
-                           f"parameter {name}", "give one mesh for all that a model is compiled for")
+            raise BadInput(f"the parameter is already placed on the mesh {placed_on}, but the options request {options.mesh}",
+                           f"parameter {name}", "use the same mesh in all torch.compile calls of a model")
         return placed_on if options.stage_ranks > 1 or not has_stages(placed_on) else None
 
     def take_rows_whole(self) -> None:

@@ -23,10 +23,10 @@ def check_supported(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.op == "call_function" and torch.is_grad_enabled() and _sparse(node):
             raise BadInput(
-                "a sparse gradient cannot pass through a compiled graph (nor does it with torch's own compilers)",
+                "compiled graphs do not support sparse gradients (nor do torch's own compilers)",
                 f"{getattr(node.target, '__name__', node.target)} with sparse=True, {_module(node)}",
-                "make the embedding with sparse=False; or leave it out of the graph, whole on every rank, and keep its "
-                "optimizer: embedding.forward = torch.compiler.disable(embedding.forward) before the first call",
+                "create the embedding with sparse=False; or exclude it from the graph, replicated on every rank, and keep "
+                "its optimizer: embedding.forward = torch.compiler.disable(embedding.forward) before the first call",
             )
 
 
@@ -42,8 +42,8 @@ def warn_of_reentrant_checkpoints(gm: GraphModule, given: Sequence[Any]) -> None
                    if getattr(each.meta.get("example_value"), "requires_grad", False)}
         if node.kwargs.get("use_reentrant") is not False and trained and trained <= parameters:
             log.warning("parameters inside torch.utils.checkpoint(use_reentrant=True), %s, get gradients although no "
-                        "input of it requires one: eager mode would give them None unless they are passed as its arguments. "
-                        "use_reentrant=False means the same in both", _module(node))
+                        "input of it requires one: in eager mode their gradients are None unless they are passed as arguments. "
+                        "use_reentrant=False behaves the same in both", _module(node))
 
 
 def _sparse(node: Node) -> bool:

@@ -100,7 +100,7 @@ def _locked(job: CompileJob[Any], timeout_s: float) -> Iterator[bool]:
         yield False
         return
     except (OSError, NotImplementedError) as error:
-        log.debug("graphs are not compiled in turn, %s cannot be locked: %s", path, error)
+        log.debug("every process compiles its own copy of each graph: %s cannot be locked: %s", path, error)
         yield True
         return
     try:
@@ -118,6 +118,6 @@ def _path(name: str) -> Path | None:
     try:
         make_private_folder(folder)
     except OSError as error:
-        log.debug("graphs are not compiled in turn: %s", error)
+        log.debug("every process compiles its own copy of each graph: %s", error)
         return None
     return folder / f"{int(name, 16) % LOCKS}.lock"

@@ -56,14 +56,14 @@ def _trusted(folder: str) -> str:
     if folder in state_of(_WritableFolders) or (why := is_written_by_others(folder)) is None:
         return folder
     if os.environ.get(FOLDER_VARIABLE):
-        log.warning("inductor loads compiled code from %s, which %s names, and another user may have written it: %s",
+        log.warning("inductor loads compiled code from %s (set by %s), which another user may have written: %s",
                     folder, FOLDER_VARIABLE, why)
         return folder
     own = str(cache_folder() / "inductor")
     if (own_why := is_written_by_others(own)) is not None:
-        raise BadInput(f"no folder for compiled code is this user's alone: {why}; {own_why}", folder,
-                       f"set {FOLDER_VARIABLE} or HPML_CACHE_DIR to a folder that you alone can write")
-    log.warning("compiled code is kept in %s, since inductor would run what it finds in %s: %s", own, folder, why)
+        raise BadInput(f"no folder for compiled code is private to this user: {why}; {own_why}", folder,
+                       f"set {FOLDER_VARIABLE} or HPML_CACHE_DIR to a folder that only you can write")
+    log.warning("compiled code is cached in %s instead of %s, since inductor runs any code in its cache: %s", own, folder, why)
     os.environ[FOLDER_VARIABLE] = own
     return own
 
@@ -100,5 +100,5 @@ def _refused(error: BaseException, folder: str) -> tuple[str, str] | None:
 
 def _unwritable(where: str, why: str) -> BadInput:
     return BadInput(f"compiled code cannot be written: {why}", where,
-                    "make room there or give this user the right to write, or set TORCHINDUCTOR_CACHE_DIR (compiled code) and "
-                    "TMPDIR (temporary files) to folders on a local disk where there is room")
+                    "free disk space or grant write permission there, or set TORCHINDUCTOR_CACHE_DIR (compiled code) and "
+                    "TMPDIR (temporary files) to folders on a local disk with free space")

@@ -166,13 +166,15 @@ class Lowering:
             tell(f"block 1 of {len(jobs)}")
             for number, call in compile_in_order([*jobs.values()], ahead):
                 if call is None:
-                    log.info("Blocks are not compiled apart: one of them has results of other strides than were traced")
+                    log.info("The graph is compiled without regional compilation: inductor chose other strides for a block "
+                             "than traced")
                     break
                 made[[*jobs][number]] = call
                 tell(f"block {min(len(made) + 1, len(jobs))} of {len(jobs)}")
             else:
                 self.reports[half] = report = blocks.report
-                log.info("%d of %d calls of a graph are compiled, in %d segments of which %d differ", report.compiled,
+                log.info("regional compilation: %d of the graph's %d calls are compiled, in %d segments of which %d are "
+                         "distinct", report.compiled,
                          report.calls, report.segments, report.different)
                 return mark_boxed(blocks.run(made))
         if not self.inductor:

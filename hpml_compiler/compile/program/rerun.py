@@ -51,8 +51,8 @@ def compiled_rerun(whole: Callable[[], Any]) -> MicrobatchLoop:
     """Compile the step for gradients at all outputs, inside a backward that is running."""
     runs = whole()
     if runs is None:
-        raise HpmlError("with gradients that arrive at another output than the loss, the step does not go through microbatches",
-                        "backward", "compute all of the loss in the compiled model, or leave options['microbatches'] out")
+        raise HpmlError("a step with gradients at other outputs than the loss cannot be split into microbatches",
+                        "backward", "compute the complete loss in the compiled model, or remove options['microbatches']")
     with compat.nested_compilation(runs.parts.given[runs.parts.loss]):
         return runs.schedule()
 

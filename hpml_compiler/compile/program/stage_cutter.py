@@ -48,7 +48,7 @@ class StageCutter:
         times = self.staged.stages.time_us  # of one microbatch
         step = StagedStep(marked, interface, self.loop, self.staged, self.table, forward_outputs)
         splits, self.counted, self.needs = {} if keep is None else keep(step), keep is not None, step.needs
-        self.stages = when_all_succeed("cut its stages in two", lambda: tuple(
+        self.stages = when_all_succeed("split its stages into forward and backward", lambda: tuple(
             StageProgram.of(graph, options.compiler, self.table.splits_backward, times[graph.index], splits.get(graph.index))
             for graph in self.staged.graphs if self.table.ranks[graph.index] == self.place))
         if dist.get_rank() == 0:

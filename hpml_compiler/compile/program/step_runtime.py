@@ -48,7 +48,7 @@ from passes.graph.loops.loop_parts import GraphFragment
 
 def whole_schedule(*_values: Any) -> Any:
     """Placeholder for the loop, in the graphs that AOTAutograd gets."""
-    raise AssertionError("graphs of a schedule are not compiled")
+    raise AssertionError("the graphs of a schedule are not compiled yet")
 
 MakesWhole = Callable[[], "StepRuntime | None"]
 
@@ -87,7 +87,7 @@ class StepRuntime:
         return mark_boxed(lambda arguments: run(arguments))
 
     def backward(self) -> Call:
-        assert self.runs is not None, "forward is compiled first"
+        assert self.runs is not None, "forward must be compiled first"
         run = self.runs.backward
         return mark_boxed(lambda arguments: run(arguments))
 
@@ -125,7 +125,7 @@ class StepRuntime:
         loop = self.parts.loop
         mesh = session.current().device_mesh(self.options.mesh or {})
         table = schedule_of(self.options, self.parts.microbatches)
-        stages = when_all_succeed("compile its stages", self._compiled_stages)
+        stages = when_all_succeed("compile its pipeline stages", self._compiled_stages)
         self._share_reports()
         group = mesh.get_group(PP_AXIS)
         messages = P2P(dist.get_process_group_ranks(group), torch.device(device_type()), group,

@@ -85,9 +85,9 @@ class CheckpointProblem:
         """The error for a step whose peak lies outside the loop, where checkpointing does not help."""
         least = round(self.room.budget - self.room.left + kept.peak_bytes)
         error = Infeasible(
-            f"{self.name}: a step needs at least {format_bytes(least)}, outside its loop over microbatches, and the budget is "
+            f"{self.name}: the step needs at least {format_bytes(least)} outside its microbatch loop, more than the budget of "
             f"{format_bytes(self.room.budget)}", WHERE,
-            f"give {least} bytes, or more devices, which store parameters in parts")
+            f"set memory_budget to {least} bytes, or use more devices to shard parameters over")
         error.smallest_budget_bytes = least
         return error
 

@@ -42,10 +42,10 @@ def cached_checkpointing(joint: GraphModule, room: BudgetShare, options: Options
     try:
         text = plan_database.get(key)
     except BadInput as error:
-        warn_of_cache("what earlier launches kept cannot be read", error)
+        warn_of_cache("cached checkpointing decisions cannot be read; hpml searches again", error)
         return decide()
     if text is not None and (kept := _obeyed(joint, room, text)) is not None:
-        log.info("what is kept was decided in an earlier launch; HPML_CACHE=0 searches anew")
+        log.info("the checkpointing decision is read from the plan cache; set HPML_CACHE=0 to search again")
         return kept
     kept = decide()
     entry = CachedCheckpointing(names=tuple(sorted(kept.names)), offloaded=tuple(sorted(kept.offloaded)),
@@ -53,7 +53,7 @@ def cached_checkpointing(joint: GraphModule, room: BudgetShare, options: Options
     try:
         plan_database.put(key, entry.model_dump_json())
     except BadInput as error:
-        warn_of_cache("what is kept cannot be noted for the next launch", error)
+        warn_of_cache("the checkpointing decision cannot be cached; the next launch searches again", error)
     return kept
 
 
@@ -71,7 +71,7 @@ def _obeyed(joint: GraphModule, room: BudgetShare, text: str) -> CheckpointDecis
         obeying_checkpointing(ObeyCheckpointing(frozenset(found.names), frozenset(found.offloaded), room.left,
                                                 round(room.after)))(joint)
     except (ValidationError, BadInput):
-        log.warning("what an earlier launch kept is damaged: it is decided anew")
+        log.warning("the cached checkpointing decision is corrupt; hpml searches again")
         return None
     kept = read(CHECKPOINT_DECISION, joint)
     same = kept.peak_bytes == found.peak_bytes and math.isclose(kept.again_us, found.again_us, rel_tol=1e-9)

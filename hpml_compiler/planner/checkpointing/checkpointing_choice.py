@@ -44,11 +44,12 @@ def choose_checkpointing(joint: GraphModule, forward_outputs: int, room: BudgetS
     within = allowance or WorkLimit(options.time_limit)
     kept = cached_checkpointing(
         joint, room, options, strict, lambda: _decided(joint, forward_outputs, room, options, strict, within))
-    log.info("%s: %d values are kept for backward, %d calls run once more (%s); it holds %s at most besides %s of parameters "
+    log.info("%s: %d values are saved for backward, %d calls are recomputed (%s); peak memory is %s plus %s of parameters "
              "and optimizer state", name, len(kept.names), kept.again, format_us(kept.again_us), format_bytes(kept.peak_bytes),
              format_bytes(room.state))
     if kept.offloaded:
-        log.info("%s: %d of these, %s, are offloaded (%s)", name, len(kept.offloaded), format_bytes(kept.offloaded_bytes),
+        log.info("%s: %d of the saved values (%s) are offloaded (%s)", name, len(kept.offloaded),
+                 format_bytes(kept.offloaded_bytes),
                  format_us(kept.offload_us))
     return kept
 
@@ -66,7 +67,7 @@ def _decided(joint: GraphModule, forward_outputs: int, room: BudgetShare, option
                 raise
             solving_checkpointing(forward_outputs, keep)(joint)
     except BudgetTooSmall as error:
-        assert error.walk is not None, "the least that was found comes with it"
+        assert error.walk is not None, "the error has the trace with the lowest peak"
         raise _too_small(error.walk, room, options) from None
     return read(CHECKPOINT_DECISION, joint)
 
@@ -81,13 +82,15 @@ def apply_checkpointing_plan(joint: GraphModule, room: BudgetShare, pinned: Chec
     kept = read(CHECKPOINT_DECISION, joint)
     held = format_bytes(room.budget - room.left + kept.peak_bytes)
     if kept.fits:
-        log.info("%s: %d values are kept for backward, as the plan says; a step holds %s", name, len(kept.names), held)
+        log.info("%s: %d values are saved for backward, as in the given plan; peak memory of the step is %s", name,
+                 len(kept.names), held)
         return kept
     if room.budget == pinned.budget_bytes:
-        raise BadInput(f"by what the plan keeps a step holds {held}, where its budget, as the one here, is "
+        raise BadInput(f"with the saved activations of the given plan the step needs {held}, more than its budget of "
                        f"{format_bytes(room.budget)}", "options['plan']",
-                       "plan again with the optimizer and the graphs that this step has")
-    log.warning("%s: by what the plan keeps a step holds %s: for a budget of %s it is decided anew", name, held,
+                       "make the plan again with the optimizer and the graphs of this step")
+    log.warning("%s: with the saved activations of the given plan the step needs %s, more than the budget of %s: hpml decides "
+                "them again", name, held,
                 format_bytes(room.budget))
     return None
 
@@ -97,20 +100,20 @@ def _too_small(least: MemoryTrace, room: BudgetShare, options: Options) -> Infea
     smallest = round(room.budget - room.left + least.peak)
     when, parts = _fullest(least, room)
     told = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in parts.items() if nbytes)
-    fewer = ("more devices, which store parameters in parts" if 2 * room.state > smallest else
-             "fewer rows, or more devices which share them")
+    fewer = ("use more devices to shard parameters over" if 2 * room.state > smallest else
+             "use fewer rows or more devices")
     remedies = [f"{room.remedy} (the optimizer)"] if room.made and least.after == least.peak and room.remedy else []
-    remedies += [f"give {smallest} bytes", fewer]
+    remedies += [f"set memory_budget to {smallest} bytes", fewer]
     if room.others:
-        remedies.append("take out the break between these graphs, which are decided together then")
+        remedies.append("remove the graph break, so that these graphs are planned together")
     if not options.offloads("saved"):
-        remedies.append('offload="saved"')
+        remedies.append('set offload="saved"')
     if 2 * room.state > smallest and options.resident_states:
-        remedies.append('offload="optimizer"')
+        remedies.append('set offload="optimizer"')
     offloaded = " or offloaded" if options.offloads("saved") else ""
     error = Infeasible(
-        f"a step holds {format_bytes(smallest)} at least, whatever is computed once more{offloaded}, and the budget is "
-        f"{format_bytes(room.budget)}; when {when}: {told}", WHERE, ", or ".join(remedies))
+        f"the step needs at least {format_bytes(smallest)}, whatever is recomputed{offloaded}, more than the budget of "
+        f"{format_bytes(room.budget)}; at the peak, when {when}: {told}", WHERE, ", or ".join(remedies))
     error.smallest_budget_bytes = smallest
     return error
 
@@ -118,13 +121,13 @@ def _too_small(least: MemoryTrace, room: BudgetShare, options: Options) -> Infea
 def _fullest(walk: MemoryTrace, room: BudgetShare) -> tuple[str, dict[str, float]]:
     """The moment of the peak, and bytes by part."""
     parts = {"parameters and optimizer state": room.state, "gradients of other graphs of the step": room.later,
-             "around the loop over microbatches": room.around}
+             "around the microbatch loop": room.around}
     if walk.after == walk.peak:
         own = walk.tape.bytes_of(walk.tape.gradients)
-        return "the optimizer makes its step", {**parts, "gradients": own, "what it makes": room.made}
+        return "the optimizer steps", {**parts, "gradients": own, "temporary tensors": room.made}
     found = report_memory(walk)
     at = max(found.forward, found.backward, key=lambda each: sum(each.parts.values()))
-    others = {f"saved by {name}, another graph of the step,": nbytes for name, nbytes in room.others.items()}
+    others = {f"saved by {name} (another graph of the step)": nbytes for name, nbytes in room.others.items()}
     return f"{at.name} runs", {**parts, **others, **at.parts}
 
 
@@ -135,7 +138,7 @@ def with_checkpointing(record: GraphPlan, kept: CheckpointDecision, options: Opt
     record = record.model_copy(update={"kept": said, "predicted": before.model_copy(update={
         "again_us": again_us, "step_time_us": before.step_time_us - before.again_us + again_us})})
     peak = counted_peak([record])
-    assert peak is not None, "it says what is kept"
+    assert peak is not None, "the record has a checkpointing plan"
     memory = record.memory.model_copy(update={"activations": kept.saved_bytes, "peak": peak.bytes})
     return record.model_copy(update={"memory": memory, "at_peak": peak})
 

@@ -101,7 +101,7 @@ def plan_graph(
         try:
             return _as_like(like, planned(like.mesh, decisions_of(like)))
         except (BadInput, Infeasible) as refusal:  # sizes that an axis does not divide, or more bytes than the budget
-            log.info("the decisions of %s do not fit a graph of the same structure, which is solved for itself: %s",
+            log.info("the decisions of %s do not fit this graph of the same structure; hpml solves it separately: %s",
                      like.name, refusal.what)
     mesh = fixed_mesh or options.mesh
     if not mesh and (obeyed := given or options.load_plan()) is not None:
@@ -120,7 +120,7 @@ def _measured(annotated: AnalyzedGraph, options: Options, cluster: Cluster, name
               ) -> CachedMeasurements | None:
     measured = measured_costs.load(options, cluster, annotated.hash()) or quick
     if measured is not None and not full_speed:
-        log.warning("%s: what was measured is of full speed: under the power cap of %g W, the roofline prices", name,
+        log.warning("%s: measured costs are for full speed; under the power cap of %g W, roofline costs are used", name,
                     options.power_cap)
         return None
     return measured

@@ -32,8 +32,8 @@ def load(options: Options, cluster: Cluster, graph: str = "") -> CachedMeasureme
     found, points = _read(options, cluster, graph)
     if found is None and not points:
         if options.costs == "measured":
-            raise BadInput("nothing was measured on the devices of this plan", "option costs",
-                           "run `hpml profile TARGET` on as many ranks as the plan has (under torchrun), or leave out costs")
+            raise BadInput("costs=\"measured\", but there are no measurements of these devices", "options['costs']",
+                           "run `hpml profile TARGET` on as many ranks as the plan has (under torchrun), or remove the option")
         return None
     kind = cluster.device.kind
     name = torch.cuda.get_device_name() if kind == "cuda" else ""
@@ -59,7 +59,7 @@ def _read(options: Options, cluster: Cluster, graph: str) -> tuple[DeviceMeasure
         if options.costs == "measured":
             raise
         if not dist.is_initialized() or dist.get_rank() == 0:  # only the rank that plans
-            warn_of_cache("prices are estimated, since what `hpml profile` measured cannot be read", error)
+            warn_of_cache("costs are estimated: the measurements of `hpml profile` cannot be read", error)
         return None, []
 
 

@@ -34,17 +34,18 @@ def microbatch_placement(graph: PlacementGraph, microbatches: int, solver: Solve
     """Placement of each value on the microbatch axis; None, with a warning, where rows of the batch depend on each other.
     allowance: replaces the solver's time limit."""
     if not any(value.microbatch for value in graph.values):
-        log.warning("no microbatches: no input of this graph has rows that could be split into %d", microbatches)
+        log.warning("the step is not split into %d microbatches: no input of this graph has batch rows", microbatches)
         return None
     if mixed := mixing_operations(graph):
-        log.warning("no microbatches: rows of the batch depend on each other at %s", _named(mixed))
+        log.warning("the step is not split into microbatches: rows of the batch depend on each other at %s", _named(mixed))
         return None
     times = solve_time_axis(graph, microbatches, solver, allowance)
     if times.share < LEAST_SHARE:
-        log.warning("no microbatches: %.0f %% of the work on rows would be outside of their loop, most at %s",
+        log.warning("the step is not split into microbatches: %.0f %% of the work on batch rows would be outside their loop, "
+                    "most of it at %s",
                     100 * (1 - times.share), _named(times.whole))
         return None
-    log.info("%d microbatches, with %.1f %% of the work on rows in their loop", microbatches, 100 * times.share)
+    log.info("%d microbatches, with %.1f %% of the work on batch rows in their loop", microbatches, 100 * times.share)
     return times
 
 
@@ -96,8 +97,8 @@ def fitting_microbatches(shapes: Iterable[Sequence[int]], microbatches: int, ran
     on_ranks = f" on {ranks} ranks" if ranks > 1 and rows % ranks == 0 else ""
     found = most_that_fit(rows // ranks if on_ranks else rows, microbatches) if rows else microbatches
     if found < microbatches and speaks:
-        log.warning("a batch of %d rows%s goes through in %s: it does not divide into %d", rows, on_ranks,
-                    f"{found} microbatches" if found > 1 else "one piece", microbatches)
+        log.warning("a batch of %d rows%s is split into %d microbatches, since %d do not divide it", rows, on_ranks, found,
+                    microbatches)
     return found
 
 

@@ -144,7 +144,7 @@ class FoldedCutPlan:
         try:
             loop, staged, groups = _staged(gm, step, planned, self.times, len(pieces.starts) + 1, pieces.starts)
         except BadInput as error:
-            raise DepthsDiffer(f"its layers do not follow each other: {error.what}") from error
+            raise DepthsDiffer(f"its layers are not a chain: {error.what}") from error
         self.stages = staged.stages
         cut = StagedStep(gm, step.annotated.interface, loop, staged, piece_table(table, range(staged.stages.count)),
                          step.outputs)

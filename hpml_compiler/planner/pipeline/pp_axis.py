@@ -48,7 +48,7 @@ def devices_of_stage(cluster: Cluster, stages: int) -> Cluster:
     if group.devices_per_node % stages == 0:
         return Cluster((replace(group, devices_per_node=group.devices_per_node // stages),))
     raise BadInput(f"{stages} stages do not divide {group.nodes} nodes of {group.devices_per_node} devices",
-                   "options['mesh']['pp']", "give a number of stages that divides the nodes, or the devices of each")
+                   "options['mesh']['pp']", "choose a number of stages that divides the nodes, or the devices per node")
 
 
 def cluster_of_stage(cluster: Cluster, stages: int) -> Cluster:

@@ -30,7 +30,7 @@ from passes.transforms.pipeline.backward_split import split_backward, weight_par
 from passes.transforms.pipeline.stage_graphs import StageGraph, makers_of_gradients, split_stages
 
 log = logging.getLogger("hpml")
-WITHOUT_STAGES = "give pp fewer ranks or leave it out of options['mesh'], and split the model by dp, tp or zero instead"
+WITHOUT_STAGES = "use fewer ranks for pp or remove it from options['mesh'], and split the model by dp, tp or zero instead"
 """Remedy for a graph that is not pipelined."""
 
 
@@ -60,8 +60,8 @@ def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSp
     for node in body.graph.nodes:
         if uses_rng(node):
             raise HpmlError(
-                "random numbers that are drawn in a stage of a pipeline would be others than one device's",
-                node.name, "draw them without regard to what the model computes, or leave pp out of options['mesh']")
+                "a pipeline stage draws random numbers whose order depends on computed values, so they would differ from one "
+                "device's", node.name, "draw them independently of computed values, or remove pp from options['mesh']")
     analyzing_stage_body(_kinds(body, marked, kinds, loop), len(loop.forward))(body)
 
     def found() -> StageAssignment:
@@ -82,8 +82,8 @@ def _check_sizes(graphs: Sequence[StageGraph]) -> None:
     for graph in graphs:
         for name, fake in graph.fakes.items():
             if any(not isinstance(size, int) for size in fake.shape):
-                raise BadInput(f"stage {graph.index} of a pipeline would receive or send something whose size depends on data: "
-                               f"{tuple(fake.shape)}", name, "leave pp out of options['mesh'], or make its size a fixed one")
+                raise BadInput(f"pipeline stage {graph.index} would send or receive a tensor with a data-dependent shape: "
+                               f"{tuple(fake.shape)}", name, "give it a fixed shape, or remove pp from options['mesh']")
 
 
 def warn_of_empty_stages(name: str, stages: StageAssignment) -> None:
@@ -93,8 +93,8 @@ def warn_of_empty_stages(name: str, stages: StageAssignment) -> None:
         return
     which = ", ".join(f"stage {stage} ({' to '.join(dict.fromkeys((own[0], own[-1])))})"
                       for stage in empty if (own := stages.blocks[stage]))
-    log.warning("%s: of %d stages, %s makes no parameter's gradient whole, so that its rank holds only what other ranks hold, "
-                "too; %s", name, stages.count, which, WITHOUT_STAGES)
+    log.warning("%s: of %d stages, %s has no parameters of its own, so it saves no memory; %s", name, stages.count, which,
+                WITHOUT_STAGES)
 
 
 def structure_of(body: GraphModule) -> str:

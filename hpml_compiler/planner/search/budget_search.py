@@ -62,8 +62,8 @@ def search_within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, allow
         else:
             bytes_left -= _excess(latest)
     if allowance.is_over:
-        log.info("the search for placements within the budget was cut short by time_limit after %d trials: with more time it "
-                 "may find faster ones", len(search.tried))
+        log.info("time_limit stopped the search for placements within the budget after %d trials; with more time it may find "
+                 "faster ones", len(search.tried))
     if not search.fitting():
         search.look_for_the_least()
     return with_gap(search.best(remedies, others_bytes), first, wanted_gap)
@@ -95,7 +95,7 @@ class _BudgetSearch:
                 self.refusal = refusal  # with other placements, the layers may be equal
                 return None
             self.tried.append(same)
-            log.info("%s: mesh %s in %s holds %s, %s of which to run once more or to move", same.record.name, same.mesh,
+            log.info("%s: mesh %s takes %s and %s, including %s of recomputation and offloading", same.record.name, same.mesh,
                      format_us(_us(same)), format_bytes(_held(same)), format_us(_again_us(same)))
         return same
 
@@ -125,18 +125,19 @@ class _BudgetSearch:
         if fitting:
             return min(fitting, key=_us)
         if not self.tried:
-            assert self.refusal is not None, "nothing was tried because nothing was found"
+            assert self.refusal is not None, "no trial and no refusal"
             raise self.refusal
         closest = self.to_name(others_bytes)
         least = self.budget_bytes + _excess(closest)
         stepping = _kept(closest).after_bytes == _kept(closest).peak_bytes
-        when = ", while the optimizer makes its step" if stepping else ""
+        when = ", during the optimizer step" if stepping else ""
         parts = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in _parts(closest).items() if nbytes)
         error = Infeasible(
-            f"whatever is computed once more, the step holds {format_bytes(least)} at least{when}, and the budget is "
-            f"{format_bytes(self.budget_bytes)}; of these bytes, {parts}", WHERE,
-            ", or ".join([f"give {int(least) + 1} bytes or more", "fewer rows", "more devices", *remedies]) +
-            ("; an optimizer with foreach=False or fused=True makes less meanwhile" if stepping else ""))
+            f"the step needs at least {format_bytes(least)}{when}, whatever is recomputed, more than the budget of "
+            f"{format_bytes(self.budget_bytes)}; at the peak: {parts}", WHERE,
+            ", or ".join([f"set memory_budget to {int(least) + 1} bytes or more", "use fewer rows or more devices",
+                          *remedies]) +
+            ("; an optimizer with foreach=False or fused=True needs less temporary memory" if stepping else ""))
         error.smallest_budget_bytes = least
         raise error
 

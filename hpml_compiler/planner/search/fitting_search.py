@@ -66,7 +66,8 @@ class FittingSearch:
         try:
             planned = search(lifetimes=self.lifetimes)
         except Infeasible as refusal:
-            log.info("saved values and gradients do not fit as if all were there at once: %s", refusal.what)
+            log.info("no placements fit with all saved values and gradients in memory at once; counting with a simulated "
+                     "step: %s", refusal.what)
             planned, is_least = _or_least(again)
         record = self.finish(planned)
         if hurried and record.memory.peak <= FAR_BELOW * limit:
@@ -81,7 +82,7 @@ class FittingSearch:
                 return planned, record
             if is_least or len(tried) == MOST_SEARCHES:
                 break
-            log.info("%s: a device would hold %s and has %s; searching for placements that hold less", record.name,
+            log.info("%s: a device would need %s of its %s; searching for placements that need less", record.name,
                      format_bytes(record.memory.peak), format_bytes(limit))
             budget = min(budget, _held(planned.record, self._saved_share)) - self.devices * excess
             if budget <= 0 or len(tried) == MOST_SEARCHES - 1:
@@ -153,13 +154,13 @@ def memory_limit(options: Options, cluster: Cluster) -> int:
 
 def over_budget(record: GraphPlan, limit: int, options: Options) -> Infeasible:
     """The error for a plan that exceeds the limit, with bytes by part and remedies."""
-    parts = "" if record.at_peak is None else "; of these bytes, " + ", ".join(
+    parts = "" if record.at_peak is None else "; at the peak: " + ", ".join(
         f"{part} {format_bytes(nbytes)}" for part, nbytes in record.at_peak.parts.items())
     pipe, times = record.pipeline, record.microbatches
-    who = f"the fullest rank of {len(pipe.stages)} stages" if pipe is not None else (
-        f"in {times.count} microbatches a device" if times is not None else "a device")
-    may = f"the budget is {format_bytes(limit)}" if options.memory_budget is not None else f"it has {format_bytes(limit)}"
-    error = Infeasible(f"{who} holds {format_bytes(record.memory.peak)} at the peak, and {may}{parts}", record.name,
+    who = f"the rank with the highest peak of {len(pipe.stages)} stages" if pipe is not None else (
+        f"with {times.count} microbatches, a device" if times is not None else "a device")
+    may = f"the budget of {format_bytes(limit)}" if options.memory_budget is not None else f"its {format_bytes(limit)}"
+    error = Infeasible(f"{who} needs {format_bytes(record.memory.peak)}, more than {may}{parts}", record.name,
                        ", or ".join(_remedies(record, options)))
     error.smallest_budget_bytes = record.memory.peak
     return error
@@ -170,14 +171,14 @@ def _remedies(record: GraphPlan, options: Options) -> list[str]:
     if record.pipeline is not None:
         found += ["more stages", "a stage on more devices", f"more microbatches than {record.pipeline.microbatches}"]
     elif record.microbatches is not None:
-        found += [f"more microbatches than {record.microbatches.count}", "more devices, which store parameters in parts"]
+        found += [f"more microbatches than {record.microbatches.count}", "more devices to shard parameters over"]
     else:
         found += ["more devices", "fewer rows", "microbatches"]
         if options.memory_budget is None:
-            found.append('memory_budget="100%", by which saved values may be computed once more')
+            found.append('memory_budget="100%", which allows recomputation')
         elif not options.trace_all_layers:
-            found.append("trace_all_layers=True, by which it is decided which values are computed once more")
-    return ["take " + found[0], *found[1:]]
+            found.append("trace_all_layers=True, which allows recomputation per value")
+    return ["use " + found[0], *found[1:]]
 
 
 def _without_bound(planned: PlanResult) -> PlanResult:

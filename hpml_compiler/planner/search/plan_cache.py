@@ -85,9 +85,9 @@ class PlanCache:
         found = self._found()
         if found is not None:
             if (planned := self._obeyed(obey, found)) is not None:
-                log.info("%s: planned as in an earlier launch; HPML_CACHE=0 searches anew", planned.record.name)
+                log.info("%s: the plan is read from the plan cache; set HPML_CACHE=0 to search again", planned.record.name)
                 return planned
-            log.info("what an earlier launch decided does not fit any more: it is searched anew")
+            log.info("the cached plan does not fit any more; hpml searches again")
         planned = search()
         if not allowance.was_over:  # a search that was cut short is not cached: the next may have more time
             self._remember(planned)
@@ -98,12 +98,12 @@ class PlanCache:
         try:
             text = plan_database.get(self.key)
         except BadInput as error:
-            warn_of_cache("plans of earlier launches cannot be read", error)
+            warn_of_cache("the plan cache cannot be read; hpml searches again", error)
             return None
         try:
             found = None if text is None else CachedPlan.model_validate_json(text)
         except ValidationError:
-            log.warning("the plan of an earlier launch is damaged: it is made anew")
+            log.warning("the cached plan is corrupt; hpml searches again")
             return None
         return found if found is not None and _alike(found.look, self.look) else None
 
@@ -130,7 +130,7 @@ class PlanCache:
         try:
             plan_database.put(self.key, entry.model_dump_json())
         except BadInput as error:
-            warn_of_cache("this plan cannot be kept for the next launch", error)
+            warn_of_cache("this plan cannot be cached; the next launch searches again", error)
 
 
 def plan_cache_of(annotated: AnalyzedGraph, options: Options, cluster: Cluster, look: CachedMeasurements | None,

@@ -24,7 +24,7 @@ def get(key: str) -> bytes | None:
         return None
     digest, entry = rows[0]
     if _digest(entry) != digest:
-        raise BadInput("an entry of the cache of graphs is damaged", str(_file().path), "run `hpml doctor --clear-cache`")
+        raise BadInput("an entry of the graph cache is corrupt", str(_file().path), "run `hpml doctor --clear-cache`")
     return zlib.decompress(entry)
 
 
@@ -53,4 +53,4 @@ def _digest(packed: bytes) -> str:
 
 
 def _file() -> SqliteFile:
-    return SqliteFile(cache_folder() / FILE_NAME, _TABLE, SCHEMA_VERSION, "cache of graphs", "run `hpml doctor --clear-cache`")
+    return SqliteFile(cache_folder() / FILE_NAME, _TABLE, SCHEMA_VERSION, "graph cache", "run `hpml doctor --clear-cache`")

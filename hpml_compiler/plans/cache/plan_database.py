@@ -58,4 +58,4 @@ def clear() -> Path | None:
 
 
 def _file() -> SqliteFile:
-    return SqliteFile(cache_folder() / FILE_NAME, _TABLE, SCHEMA_VERSION, "cache of plans", "run `hpml doctor --clear-cache`")
+    return SqliteFile(cache_folder() / FILE_NAME, _TABLE, SCHEMA_VERSION, "plan cache", "run `hpml doctor --clear-cache`")

@@ -99,11 +99,11 @@ class _DistributedLoader:
         if shares is None or shares == 1:
             return self._asked or "same"
         if shares != world:
-            raise BadInput(f"the loader's sampler shares rows out among {shares} ranks, and there are {world}",
-                           "hpml_compiler.distribute", f"make it with num_replicas={world}")
+            raise BadInput(f"the loader's sampler divides the rows among {shares} ranks, but there are {world}",
+                           "hpml_compiler.distribute", f"create it with num_replicas={world}")
         if self._asked == "same":
             raise BadInput("rows='same', but the loader's sampler gives each rank other rows", "hpml_compiler.distribute",
-                           "leave rows='same' out, or the sampler")
+                           "remove rows='same' or the sampler")
         return "own"
 
     def _joined(self) -> Iterator[Any]:
@@ -112,7 +112,7 @@ class _DistributedLoader:
             batches = _noted(iter(self._loader))
             batch = next(batches, Ended)
         if not _different(batch) and batch is not Ended and dist.get_rank() == 0:
-            log.warning("the first batch is the same on every rank, and rows='own' takes it %d times. Shard the data by rank, "
+            log.warning("the first batch is the same on every rank, so rows='own' counts it %d times; shard the data by rank, "
                         "or use rows='same'", dist.get_world_size())
         while (joined := joiner.join(batch)) is not Ended:
             yield joined
@@ -187,8 +187,8 @@ class _BatchSlicer:
             return shard_batch(tensor, mesh)
         if tensor.dim() and not self.warned:
             self.warned = True
-            log.warning("a tensor with %d rows stays whole on every rank: %d ranks do not divide it. Use a batch size "
-                        "that they divide, and drop_last=True", tensor.shape[0], mesh.size())
+            log.warning("a tensor with %d rows is replicated, since %d ranks do not divide it; use a batch size that is a "
+                        "multiple of the ranks, and drop_last=True", tensor.shape[0], mesh.size())
         return tensor
 
 
@@ -210,8 +210,8 @@ def _check_equal(batch: Any, number: int) -> None:
     different = _different(batch)
     if different:
         raise BadInput(
-            "ranks iterate different batches, but hpml_compiler.distribute takes each rank's rows out of the same one",
+            "the batch differs between ranks, but hpml_compiler.distribute expects the same batch on all ranks",
             f"batch {number} of the loader on rank {dist.get_rank()}: other data on ranks {different} than on rank 0",
-            "seed the loader's shuffling alike on all ranks (torch.manual_seed); or, if each rank is to have rows of its "
-            "own (an IterableDataset that is sharded by rank), distribute(loader, rows='own')",
+            "seed the loader's shuffling with the same value on all ranks (torch.manual_seed); or, if each rank has its "
+            "own rows (such as an IterableDataset sharded by rank), use distribute(loader, rows='own')",
         )

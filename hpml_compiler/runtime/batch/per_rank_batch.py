@@ -100,9 +100,10 @@ class PerRankBatches:
             if described.name not in self.pad or len({len(shape) for shape in rest}) > 1:
                 told = ", ".join(f"{list(shape)} on rank {rank}" for rank, shape in list(shapes.items())[:4])
                 raise BadInput(
-                    f"ranks have rows of other sizes in one batch: `{described.name}` is {told}", "hpml_compiler.distribute",
-                    "pad to one length in the collate function, or let it be done: distribute(loader, rows='own', "
-                    f"pad={{{described.name!r}: VALUE}}), with a VALUE that the model and the loss leave out")
+                    f"rows of a batch have different sizes on different ranks: `{described.name}` is {told}",
+                    "hpml_compiler.distribute",
+                    "pad to one length in the collate function, or use distribute(loader, rows='own', "
+                    f"pad={{{described.name!r}: VALUE}}) with a VALUE that the model and the loss ignore")
             if described.name in tensors:
                 largest = [max(sizes) for sizes in zip(*rest)]
                 tensors[described.name] = _padded(tensors[described.name], largest, self.pad[described.name])
@@ -113,8 +114,8 @@ class PerRankBatches:
         mine = None if self.last is None else {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         parts = _exchanged(mine)
         if None in parts:  # that rank has seen no batch, so it does not know the structure
-            raise BadInput(f"rank {parts.index(None)} has no batch at all, others have", "hpml_compiler.distribute",
-                           "give every rank some of the data")
+            raise BadInput(f"rank {parts.index(None)} has no batch, but other ranks do", "hpml_compiler.distribute",
+                           "give each rank at least one batch")
         parts = [part for part in parts if part]
         mesh, result = world_mesh(), {}
         for name in parts[0]:
@@ -123,8 +124,8 @@ class PerRankBatches:
             result[name] = joined if rows % mesh.size() else shard_batch(joined, mesh)
             if rows % mesh.size() and not self.warned and not dist.get_rank():
                 self.warned = True
-                log.warning("the ranks have %d rows together, which %d ranks do not divide: this batch is whole on every "
-                            "rank. drop_last=True, or a batch size that divides the data, avoids it", rows, mesh.size())
+                log.warning("a batch has %d rows in total, which %d ranks do not divide, so it is replicated; use "
+                            "drop_last=True, or a batch size that divides the data", rows, mesh.size())
         return self._put(result)
 
 
@@ -134,8 +135,8 @@ def _has_rows(tensor: torch.Tensor) -> bool:
 
 def _bare(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.requires_grad:
-        raise BadInput(f"`{name}` requires a gradient, which does not flow through batches", "hpml_compiler.distribute",
-                       "give the batch before anything is computed from it")
+        raise BadInput(f"`{name}` requires a gradient, but gradients do not flow through batches", "hpml_compiler.distribute",
+                       "pass the batch before anything is computed from it")
     return tensor
 
 
@@ -147,14 +148,14 @@ def _check_one_count(described: list[_Described]) -> None:
     for other in described:
         if other.shape[0] != _count(described):
             raise BadInput(
-                f"`{described[0].name}` has {_count(described)} rows and `{other.name}` {other.shape[0]}, in one batch of "
-                "rows of this rank's own", "hpml_compiler.distribute",
-                "give tensors that have one row per sample; keep those that are alike on all ranks out of the batch")
+                f"`{described[0].name}` has {_count(described)} rows but `{other.name}` {other.shape[0]}, in one batch with "
+                "rows='own'", "hpml_compiler.distribute",
+                "pass tensors with one row per sample, and remove tensors that are the same on all ranks from the batch")
 
 
 def _misfit(what: str) -> BadInput:
-    return BadInput(f"the ranks' batches do not fit together: {what}", "hpml_compiler.distribute",
-                    "let every rank's loader give batches of one structure")
+    return BadInput(f"batches have different structures on different ranks: {what}", "hpml_compiler.distribute",
+                    "make the loaders of all ranks return batches of the same structure")
 
 
 def _padded(tensor: torch.Tensor, sizes: list[int], value: float) -> torch.Tensor:

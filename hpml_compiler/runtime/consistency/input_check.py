@@ -22,11 +22,11 @@ from passes.session_state import state_of
 
 FIRST_CALLS, EVERY = 32, 64  # calls 1, 2, 4 ... up to the first number, then every EVERY calls
 SLOTS, HEADER = 60, 4
-SEEDS = ("numpy and random have generators of their own, which torch.manual_seed does not seed: call numpy.random.seed(0) and "
+SEEDS = ("torch.manual_seed does not seed numpy and random: call numpy.random.seed(0) and "
          "random.seed(0), too; torch.seed() uses a different seed on each rank")
-REMEDY = ("all ranks pass the same batch, and each computes its share: remove the DistributedSampler and seed the loader "
-          "alike on all ranks; or wrap it, loader = hpml_compiler.distribute(loader), which also takes a loader that gives "
-          f"each rank its own rows, as under DDP; {SEEDS}")
+REMEDY = ("all ranks must pass the same batch, of which each computes its share: remove the DistributedSampler and seed the "
+          "loader equally on all ranks; or wrap it, loader = hpml_compiler.distribute(loader), which also takes a loader that "
+          f"gives each rank its own rows, as under DDP; {SEEDS}")
 
 
 class _CheckedHalves(list[str]):
@@ -122,12 +122,14 @@ class InputCheck:
         for rank, header in enumerate(headers):
             if header[:2] != headers[0][:2]:
                 raise RanksDiffer(f"rank {rank} is at {_place(header)} while rank 0 is at {_place(headers[0])}", where,
-                                  "all ranks make the same calls of compiled models in the same order: look for code that "
+                                  "all ranks must call compiled models in the same order: look for code that "
                                   "depends on the rank, such as an evaluation on rank 0 alone")
         for rank, header in enumerate(headers):
             if header[2] != headers[0][2]:
-                raise RanksDiffer(f"rank {rank} has drawn other random numbers than rank 0, so dropout masks differ",
-                                  where, "draw the same on all ranks, or use a separate torch.Generator for draws of one rank "
+                raise RanksDiffer(f"the random number generators of rank {rank} and rank 0 differ, so dropout masks would "
+                                  "differ",
+                                  where, "draw the same numbers on all ranks, or use a separate torch.Generator for draws on "
+                                         "one rank "
                                   f"alone; {SEEDS}")
         prints = all_ranks[:, HEADER:].view(len(headers), SLOTS, 2)[:, :len(found.watched)]
         tolerances = torch.tensor([tolerance(w.dtype) for w in found.watched], dtype=torch.float64)
@@ -135,7 +137,7 @@ class InputCheck:
         for place, watched in enumerate(found.watched):
             ranks = [rank for rank in range(len(headers)) if other[rank][place]]
             if ranks:
-                raise RanksDiffer(f"{watched.name} is not the same on all ranks: {_ranks(ranks)} other values than rank 0",
+                raise RanksDiffer(f"{watched.name} is not the same on all ranks: {_ranks(ranks)} from rank 0",
                                   where, REMEDY)
 
 
@@ -166,11 +168,11 @@ class _PendingFingerprints:
 def _place(header: list[int]) -> str:
     number, calls = header[:2]
     halves = state_of(_CheckedHalves)
-    return f"call {calls} of {halves[number]}" if number < len(halves) else "a graph that is not compiled here"
+    return f"call {calls} of {halves[number]}" if number < len(halves) else "a graph that this rank has not compiled"
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
+    return f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {ranks} differ"
 
 
 def draws_random_numbers(gm: GraphModule) -> bool:

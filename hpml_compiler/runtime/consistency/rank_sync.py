@@ -86,7 +86,7 @@ def when_all_succeed(what: str, make: Callable[[], T], apart: Callable[[], bool]
     made: list[T] = []
     error: Exception | None = None
     try:
-        with activity(f"a rank that is to {what}"):
+        with activity(f"trying to {what}"):
             made.append(make())
     except Exception as raised:  # sent to the waiting ranks, and raised again below
         if not apart():

@@ -28,8 +28,8 @@ from passes.errors import HpmlError
 OF_THE_WRAPPER = METADATA - {
     "requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "backward", "detach_",
     "data_ptr"}
-READING = ("each rank holds a part of this output of the model, and its first use gathers it, "
-           "which all ranks must do: move that out of `if rank == 0:`, and let rank 0 alone print or save the result")
+READING = ("this output of the model is sharded, and its first use gathers it from all ranks: move that use out of "
+           "`if rank == 0:`, and print or save the result on rank 0")
 
 
 class _OutputState:
@@ -50,9 +50,9 @@ class _OutputState:
     def _gather(self, part: torch.Tensor, spec: Any) -> torch.Tensor:
         what = f"reading {self.what}"
         if self.thread is not threading.current_thread() and self.thread.is_alive() and not compat.inside_backward():
-            raise HpmlError(f"{what} for the first time in another thread than the one that made it: it is gathered from all "
-                            "ranks, and each could do that at another moment of its step", threading.current_thread().name,
-                            "use it first where the model is called (as in logits = logits.numpy()), and pass that on")
+            raise HpmlError(f"{what} for the first time in another thread than the one that called the model: it is gathered "
+                            "from all ranks, which threads would do at different times", threading.current_thread().name,
+                            "use it where the model is called first (as in logits = logits.numpy()), and pass the result on")
         require_all_ranks(what, READING, every=0)
         with activity(what), torch.inference_mode(False), torch.no_grad():
             return gathered_from_parts(part, spec)

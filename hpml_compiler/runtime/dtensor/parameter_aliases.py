@@ -117,13 +117,13 @@ class _DataAlias:
         trained = parameter._local_tensor._version != self.versions[0]
         if trained and not self.warned:
             self.warned = True
-            log.warning("%s was assigned memory of a tensor that the script still holds (p.data = ...). It is not updated "
-                        "when the parameter changes: read the parameter", where)
+            log.warning("%s was assigned the memory of a tensor that the script still references (p.data = ...). That tensor "
+                        "is not updated when the parameter changes: read the parameter instead", where)
         if memory._version != self.versions[1]:  # perhaps the part assigned to other parameters
             part = local_shard(memory.detach().as_strided(*self.view), parameter.device_mesh, parameter.placements)
             if trained or not torch.equal(part, parameter._local_tensor):
-                raise HpmlError("memory that was assigned to a parameter (p.data = ...) has changed since, which did not "
-                                "reach the parameter", where, "change the parameter itself, with p.copy_(values); or assign "
+                raise HpmlError("a tensor whose memory was assigned to a parameter (p.data = ...) was written, which does not "
+                                "change the parameter", where, "write to the parameter, with p.copy_(values); or assign "
                                 "the memory before the model is compiled")
             self.versions = self.versions[0], memory._version
         return True

@@ -212,7 +212,7 @@ class PlacedTensor(DTensor):
                 _check_may_change("set_", [self])
             if (args or kwargs or not isinstance(source, torch.Tensor) or source.shape != self.shape
                     or source.stride() != self.stride() or source.dtype != self.dtype):
-                raise refused("it can only be assigned the memory of a tensor of its own shape, strides and dtype", self)
+                raise refused("it can only be assigned the memory of a tensor of the same shape, strides and dtype", self)
             if type(self) not in (PlacedTensor, GatheredView):
                 raise refused("rows of a batch, and outputs of a model, cannot be assigned other memory", self)
             invalidate([self])
@@ -438,7 +438,7 @@ def _try_view(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> 
     except dist.DistError:
         raise
     except Exception as refusal:
-        log.debug("a view is gathered, because DTensor raised: %s", refusal)
+        log.debug("a view runs on the full tensor, because DTensor raised: %s", refusal)
         return None
 
 

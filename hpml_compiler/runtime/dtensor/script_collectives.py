@@ -99,8 +99,8 @@ def _on_wholes(name: str, call: Callable[..., Any], args: tuple, kwargs: dict[st
 def _check(name: str, placed: Iterable[DTensor], written: list[DTensor], group: Any) -> None:
     parts = next((tensor for tensor in placed if not is_everywhere(tensor)), None)
     if written and name in UNLIKE_RESULTS:
-        raise HpmlError(f"{name} gives each rank a different result, but a tensor of a split model has one value on all "
-                        "ranks", _described(written[0]), "give it a plain tensor to write to, such as torch.empty(shape)")
+        raise HpmlError(f"{name} writes a different result on each rank, but a tensor of a sharded model has one value on all "
+                        "ranks", _described(written[0]), "pass a plain tensor to write to, such as torch.empty(shape)")
     if parts is None:
         return
     if name in COALESCED or compat.is_coalescing(group):
@@ -108,9 +108,10 @@ def _check(name: str, placed: Iterable[DTensor], written: list[DTensor], group: 
                         _described(parts), "call the collective outside of it")
     of_some = group is not None and (not isinstance(group, dist.ProcessGroup) or group.size() < dist.get_world_size())
     if name in OF_SOME_RANKS or of_some:
-        raise HpmlError(f"{name} is not called with this tensor by all ranks, and it is sharded over all of them: "
+        raise HpmlError(f"not all ranks call {name} with this tensor, which is sharded over all ranks: "
                         "gathering it would wait for the others", _described(parts), "on all ranks, gather it first: "
-                        "whole = tensor.full_tensor(); and receive into a plain tensor, which all copy: tensor.copy_(received)")
+                        "full = tensor.full_tensor(); and receive into a plain tensor, then tensor.copy_(received) on all "
+                        "ranks")
 
 
 def _described(tensor: DTensor) -> str:
@@ -120,9 +121,9 @@ def _described(tensor: DTensor) -> str:
 @functools.cache
 def _say_that_gradients_are_global() -> None:
     if dist.get_rank() == 0:
-        log.warning("torch.distributed reduces a tensor of a model that is split, as if each rank had all of it. If these are "
-                    "gradients: they are those of the global batch on every rank already, so averaging them over the ranks "
-                    "changes nothing, and summing them multiplies them by the number of ranks")
+        log.warning("torch.distributed reduces a tensor of a sharded model as if it were replicated. Gradients already are "
+                    "those of the global batch on every rank: averaging them over the ranks changes nothing, and summing them "
+                    "multiplies them by the number of ranks")
 
 
 class _WriteBackWork(dist.Work):

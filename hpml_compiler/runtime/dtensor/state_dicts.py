@@ -17,7 +17,7 @@ from hpml_compiler.runtime.process.world_group import from_all_ranks
 from hpml_compiler.runtime.watchdog.barrier_check import require_all_ranks
 from passes.graph.fx_nodes import memory_of
 
-CALLED_BY_ONE = "all ranks call it, outside of `if rank == 0:`; rank 0 alone gets the state, and saves it"
+CALLED_BY_ONE = "all ranks must call it, outside of `if rank == 0:`; rank 0 alone gets the state, and saves it"
 
 
 def full_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -54,9 +54,9 @@ def _check_alike(state: Any) -> None:
         return
     found = from_all_ranks(mine)
     rank = next(rank for rank, other in enumerate(found) if hashes[rank] != hashes[0])
-    pairs = itertools.zip_longest(found[0], found[rank], fillvalue="nothing more")
+    pairs = itertools.zip_longest(found[0], found[rank], fillvalue="nothing")
     differs = next(pair for pair in pairs if len(set(pair)) > 1)
-    raise RanksDiffer("ranks differ in the names or the number of the model's tensors",
+    raise RanksDiffer("the names or number of the model's tensors differ between ranks",
                       f"hpml_compiler.full_state_dict: rank 0 has {differs[0]} where rank {rank} has {differs[1]}",
                       "give the model the same parameters, buffers and optimizer state on all ranks")
 

@@ -61,4 +61,4 @@ def of_memory(func: Callable[..., Any], name: str, args: tuple) -> Any:
         storage: Any = func(tensor)
         storage.__class__, storage.part = StoredInParts, tensor._local_tensor
         return storage
-    raise refused("it has no storage that a script can use", tensor)
+    raise refused("its storage cannot be accessed", tensor)

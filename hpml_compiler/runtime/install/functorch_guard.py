@@ -23,8 +23,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, PlacedTensor):
         return tensor
     if torch.compiler.is_compiling():
-        compat.break_graph("torch.func differentiates by parameters that hpml has placed: no graph can hold that; "
-                           "call it outside of what is compiled, or leave fullgraph out")
+        compat.break_graph("torch.func differentiates by parameters that hpml has sharded, which cannot be compiled; "
+                           "call it outside of the compiled function, or remove fullgraph=True")
     return to_full_tensor(tensor)
 
 

@@ -42,7 +42,7 @@ def _check_apart(wholes: GatheredArguments) -> None:
             # Parts without rows have no data pointer, so storages are compared; the result is the same on all ranks.
             same = other is not changed and memory_of(changed._local_tensor) == memory_of(other._local_tensor)
             if same and memory_of(value) != memory_of(its):
-                raise BadInput("a function compiled by another backend than hpml changes one of its arguments in place, and "
-                               "another shares memory with it: it worked on whole copies of both",
+                raise BadInput("a function compiled by another backend than hpml mutates one of its arguments, and "
+                               "another shares memory with it: it ran on separate full copies of both",
                                f"arguments of shape {tuple(changed.shape)} and {tuple(other.shape)}",
-                               "give it one of the two, or a clone() of the other")
+                               "pass only one of the two, or a clone() of the other")

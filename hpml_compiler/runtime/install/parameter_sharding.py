@@ -85,9 +85,9 @@ class BoundParameters:
             result[index] = to_full_tensor(args[index])
         for one, other in self._apart:
             if shares_memory(result[one], result[other]):
-                raise BadInput("a compiled function changes one of its arguments in place, and another, which shares memory "
-                               "with it, is what a compiled model returned: it was traced as if they had nothing in common",
-                               f"arguments {one} and {other} of its graph", "give it a clone() of one of them")
+                raise BadInput("a compiled function mutates one of its arguments, and another, the output of a compiled "
+                               "model, shares memory with it: the function was traced without this alias",
+                               f"arguments {one} and {other} of its graph", "pass a clone() of one of them")
         if self._holding is not None:
             self._holding.take([lent_part(x) if k in self._borrowed else x for k, x in enumerate(args)])
         return result
@@ -113,7 +113,7 @@ class BoundParameters:
         out_of_reach = rebind(self._names, self._olds, self._news)
         self._news.clear()
         if out_of_reach:
-            log.info("old objects of these parameters are still held somewhere, and raise an error when used: %s",
+            log.info("old objects of these parameters are still referenced and raise an error when used: %s",
                      ", ".join(out_of_reach))
 
 
@@ -142,11 +142,11 @@ def _leave_out_inseparable(found: dict[int, list[Any]], gm: torch.fx.GraphModule
         return
     first = min(names)
     other = others[id(example_inputs[first])]
-    told.warning("%s%s on every rank, whole: it shares memory with another %s, of shape %s, which would not follow its parts. "
-                "Let go of that one, or give it a clone(), to have the parameter split", names[first],
+    told.warning("%s%s replicated: it shares memory with another %s, of shape %s, which cannot follow its shards. "
+                "To shard the parameter, delete that one or replace it by a clone()", names[first],
                 " stays" if len(names) == 1 else f" and {len(names) - 1} more parameters stay",
                 "parameter" if isinstance(other, nn.Parameter) else
-                "tensor of the script's" if isinstance(other, torch.Tensor) else "array of NumPy's", tuple(other.shape))
+                "tensor of the script" if isinstance(other, torch.Tensor) else "NumPy array", tuple(other.shape))
     for i in names:
         del found[i]
 
@@ -178,7 +178,7 @@ def shard_module(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.G
     for i, old in zip(placements, olds, strict=True):
         if type(old) is not nn.Parameter or id(old) not in sites:
             raise BadInput("only plain parameters that a module holds can be placed", f"graph input {names[i]}",
-                           "leave it out of the placements (see `placeable`)")
+                           "remove it from the placements (see `placeable`)")
         _check_divides(names[i], old, mesh, placements[i])
     held, kept = held_gradients(olds), aliases_of(olds)
     aliases = [(weakref.ref(alias), at) for at, old in enumerate(olds) for alias in kept.pop(id(old), ())]

@@ -48,8 +48,8 @@ def _check_keeps_no_graph(ctx: Any) -> None:
     """Raises HpmlError where autograd cannot add gradients that keep a graph to `.grad`."""
     owned = any(unknown_to_dtensor(tensor.placements) for tensor in ctx.placed)
     if owned and compat.will_accumulate([node for node, _ in ctx.next_functions]):
-        raise HpmlError("backward(create_graph=True) would keep a graph of gradients that single stages own, and no compiled "
-                        "graph has second derivatives (nor with torch's own compilers)", "backward of a compiled graph",
+        raise HpmlError("backward(create_graph=True) reaches gradients of a pipeline stage, and compiled graphs have no second "
+                        "derivatives (nor with torch's own compilers)", "backward of a compiled graph",
                         "call backward() without create_graph, or compute the term that needs second derivatives without a "
                         "compiler (torch.compiler.disable)")
 

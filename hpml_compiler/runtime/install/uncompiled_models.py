@@ -74,8 +74,8 @@ def _report(why: str) -> None:
 
 
 def _said(what: str, reasons: Counter[str]) -> str:
-    because = [*reasons][-1] if reasons else "TORCH_LOGS=graph_breaks says why"
-    return f"{what} is not compiled, and every rank does all of its work: Dynamo made no graph of it. {because}"
+    because = [*reasons][-1] if reasons else "Set TORCH_LOGS=graph_breaks to see why"
+    return f"{what} is not compiled and runs in full on every rank, because Dynamo made no graph of it. {because}"
 
 
 def _report_once() -> None:

@@ -63,9 +63,9 @@ def take_out_markers(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], fa
             continue
         if not isinstance(value, PlacedTensor):
             users = ", ".join(str(user) for user in node.users)
-            raise BadInput("the script made this DTensor itself, and hpml cannot plan around it",
+            raise BadInput("hpml does not support DTensors that the script created",
                            f"graph input {parameter_name(sources[position])}, used by {users}",
-                           "leave the model and its batch on one device, or give rows with hpml_compiler.distribute")
+                           "pass plain tensors, or shard the batch with hpml_compiler.distribute")
         placed[position] = InputPlacement(value.device_mesh, tuple(value.placements), isinstance(value, BatchShard),
                                           isinstance(value, LazyOutput))
         examples[position] = node.meta["example_value"] = _whole_fake(node.meta["example_value"], value, fake_mode)

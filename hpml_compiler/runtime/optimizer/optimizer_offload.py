@@ -35,7 +35,8 @@ def offload_state(parameters: Iterable[torch.Tensor], folder: str) -> None:
     """Mark parameters whose optimizer state is offloaded to `folder`; needs `watch_steps`. Raises BadInput on several GPUs."""
     for parameter in parameters:
         if _moves(parameter) and dist.is_initialized() and dist.get_world_size() > 1:
-            raise BadInput("optimizer state of several GPUs cannot be offloaded yet", WHERE, "leave the optimizer out")
+            raise BadInput("offloading optimizer state is not supported on several GPUs yet", WHERE,
+                           "do not offload the optimizer")
         setattr(parameter, _MARK, folder)  # a placed parameter that replaces it copies its attributes
 
 
@@ -57,8 +58,8 @@ class _OffloadedSteps:
             hook.remove()
 
 
-@torch.compiler.disable(reason="hpml steps an optimizer part by part, which no graph can hold; leave fullgraph out, or call "
-                               "step() outside of the compiled function")
+@torch.compiler.disable(reason="hpml steps an optimizer part by part, which cannot be compiled; remove fullgraph=True, or "
+                               "call step() outside of the compiled function")
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _after_step(optimizer, args, kwargs)  # in case the step before raised an error
     with compat.plain_torch_functions():
@@ -89,17 +90,17 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     kind = type(optimizer)
     hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     if kind not in ELEMENTWISE:
-        why = f"{kind.__module__}.{kind.__qualname__} may look at all parameters together"
+        why = f"{kind.__module__}.{kind.__qualname__} may combine all parameters"
     elif has_closure(args, kwargs):
         why = "a step with a closure runs the model in between"
     elif hooks:
-        why = "the optimizer has hooks of its own, which see the parameters before and after a step of all"
+        why = "the optimizer has step hooks, which expect one step of all parameters"
     elif any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
-        why = "its step is differentiable or capturable, and holds on to what it reads"
+        why = "its step is differentiable or capturable, so it keeps the tensors that it reads"
     else:
         return
-    raise BadInput(f"state is offloaded by stepping a part of the parameters at a time, and {why}", WHERE,
-                   "leave the optimizer out, or take one of " + ", ".join(sorted(each.__name__ for each in ELEMENTWISE)))
+    raise BadInput(f"offloading optimizer state steps a part of the parameters at a time, but {why}", WHERE,
+                   "do not offload the optimizer, or use one of " + ", ".join(sorted(each.__name__ for each in ELEMENTWISE)))
 
 
 def _step(optimizer: torch.optim.Optimizer, folders: dict[Any, str]) -> list[tuple[Any, Any]]:

@@ -53,8 +53,8 @@ class _PlacedSteps:
             hook.remove()
 
 
-@torch.compiler.disable(reason="hpml makes optimizer steps on each rank's part of the parameters, which no graph can hold; "
-                               "leave fullgraph out, or call step() outside of the compiled function")
+@torch.compiler.disable(reason="hpml steps the optimizer on each rank's shards, which cannot be compiled; remove "
+                               "fullgraph=True, or call step() outside of the compiled function")
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _after_step(optimizer, args, kwargs)  # in case the step before raised an error
     invalidate(parameter for group in optimizer.param_groups for parameter in group["params"])

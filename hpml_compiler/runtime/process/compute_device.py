@@ -22,7 +22,7 @@ from passes.session_state import state, state_of
 
 CUDA_BYTES = 2**30
 """Approximate GPU memory of CUDA's context, the workspaces of cuBLAS and cuDNN, and nccl's buffers."""
-OWN_GPU = "say torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the model is moved, or start with `hpml run`"
+OWN_GPU = "call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the model is moved, or start with `hpml run`"
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,15 @@ def agreed(names: list[str], rank: int, backends: str) -> RankDevice:
     kinds = ["cpu" if name == "cpu" else "cuda" for name in names]
     if len(set(kinds)) > 1:
         raise BadInput(f"rank {kinds.index('cpu')} computes on a CPU and rank {kinds.index('cuda')} on a GPU",
-                       "inputs of the first compiled graph", "move the model and its batch to the same kind of device on all")
+                       "inputs of the first compiled graph",
+                       "move the model and the batch to the same kind of device on all ranks")
     if kinds[0] == "cpu":
         return RankDevice("cpu")
     sharing = {name: [r for r, other in enumerate(names) if other == name] for name in names}
     shared = next((ranks for ranks in sharing.values() if len(ranks) > 1), None)
     if shared is not None and "nccl" in backends:
-        raise BadInput(f"ranks {shared} compute on one GPU, and nccl wants one for each", f"{names[shared[0]]}, process group "
-                       f"{backends}", f"{OWN_GPU}; to share a GPU all the same: init_process_group('cpu:gloo,cuda:gloo')")
+        raise BadInput(f"ranks {shared} use the same GPU, but nccl needs one GPU per rank",
+                       f"{names[shared[0]]}, process group {backends}", f"{OWN_GPU}; to share a GPU anyway: init_process_group('cpu:gloo,cuda:gloo')")
     return RankDevice("cuda", len(sharing[names[rank]]))
 
 

@@ -131,18 +131,18 @@ class FusedForwardBackward:
         if self.whole is None:
             if self.again is None or self.again.whole is None:
                 raise HpmlError(
-                    "a gradient arrives at another output than the loss, which the microbatches have taken none for",
+                    "backward has a gradient for another output than the loss, which was compiled without one",
                     "backward",
-                    "compute all of the loss in the compiled model or none of it, or leave options['microbatches'] out")
+                    "compute all of the loss in the compiled model or none of it, or remove options['microbatches']")
             self.whole = self.again.whole()
-            log.warning("a gradient arrives at another output than the loss: from now on, microbatches compute forward a "
-                        "second time in backward; compute all of the loss in the compiled model, or none of it, to save that")
+            log.warning("backward has a gradient for another output than the loss: from now on, microbatches recompute forward "
+                        "in backward; to avoid this, compute all of the loss in the compiled model, or none of it")
         self.others = True
         return self.whole
 
     def _repeated(self, schedule: MicrobatchLoop, kept: Sequence[Any], given: Mapping[str, Any]) -> list[Any]:
         """Rerun the step with the tangents that have arrived."""
-        assert self.again is not None, "what it takes was kept"
+        assert self.again is not None, "its inputs were saved"
         with self.again.drawing(kept) as values:
             values.update(given)
             schedule.at_once(values)

@@ -95,7 +95,7 @@ class P2P:
         raise stage_error(
             failed.error if failed is not None and here else error, first, stage, microbatch, f"rank {first}: {text}",
             f"rank {rank}, in a pipeline",
-            "see the error that this one was raised from" if here else f"look at rank {first}",
+            "see the original error above" if here else f"look at rank {first}",
         ) from (None if failed is None else failed.error)
 
     def finish(self) -> None:
@@ -117,7 +117,7 @@ class Received:
 
 
 def _there(value: torch.Tensor | None) -> torch.Tensor:
-    assert value is not None, "whoever makes a value has it"
+    assert value is not None, "a stage sends only values that it has computed"
     return value
 
 

@@ -110,7 +110,7 @@ class PipelineLoop(MicrobatchLoop):
             except Exception as error:
                 if is_distributed(error):
                     raise
-                failed = StageFailure("what is done before the first microbatch", error)
+                failed = StageFailure("the graph before the first microbatch", error)
             if failed is not None:
                 take_part(collectives, counts, self.messages.device)
         return failed
@@ -138,7 +138,7 @@ class PipelineLoop(MicrobatchLoop):
                 if self.rank == owner != maker:
                     (part,) = self.messages.receive([like[place]], maker).wait()
                 elif self.rank == maker != owner:
-                    assert part is not None, "this rank has made it"
+                    assert part is not None, "this rank has computed the value"
                     self.messages.send([part], owner)
                 if self.rank == owner and part is not None:
                     total = part if total is None else total + part
@@ -172,5 +172,5 @@ class _StageResults:
 
 
 def _fake_of(what: LoopOutput) -> torch.Tensor:
-    assert what.value is not None, "what is collected is a tensor"
+    assert what.value is not None, "only tensors are collected"
     return what.value if what.rows is None else what.value.new_empty(what.rows.size)

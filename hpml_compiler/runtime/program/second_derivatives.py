@@ -62,7 +62,7 @@ class _Marked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise NoSecondDerivative(
-            "a second derivative is wanted: backward reaches gradients that a compiled graph made with create_graph=True, and "
-            "no graph of torch.compile has second derivatives, whatever the backend", "backward through a compiled graph",
-            "take those gradients from the model itself, not from the result of torch.compile, as for a gradient penalty; in a "
-            "compiled function, decorate the part that they go through with torch.compiler.disable")
+            "backward needs a second derivative: it reaches gradients that a compiled graph computed with create_graph=True, "
+            "and graphs of torch.compile have no second derivatives, with any backend", "backward through a compiled graph",
+            "compute those gradients with the uncompiled model, as for a gradient penalty; in a compiled function, decorate "
+            "the part that they go through with torch.compiler.disable")

@@ -142,8 +142,8 @@ class UndefinedGradients:
         try:
             reached = self._reached([place for number in arrived for place in self._places[number]])
         except Exception as error:
-            log.warning("parameters that no used output reads may get gradients of zeros, where eager gives None: the graph "
-                        "cannot be run without data (%s: %s)", type(error).__name__, str(error).split("\n")[0])
+            log.warning("parameters that no used output depends on may get zero gradients instead of None: the graph cannot "
+                        "be run on fake tensors to find them (%s: %s)", type(error).__name__, str(error).split("\n")[0])
             return frozenset()
         return frozenset(k for k in zeros if self._positions[k] not in reached)
 

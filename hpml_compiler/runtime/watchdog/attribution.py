@@ -97,34 +97,34 @@ def attribute_failure(rank: int, world: int, failures: Sequence[RankError], firs
         failure = min(noticed.values(), key=lambda f: f.when)
         if re.search(rf"\branks? \[?{rank}\b", failure.error):
             return (f"rank {failure.rank} stopped waiting for this rank: {failure.error.split(': ', 1)[-1]}",
-                    "look at what this rank did instead; HPML_PG_TIMEOUT_S sets how long ranks wait")
+                    "find out why this rank was late; HPML_PG_TIMEOUT_S sets the timeout")
         return (failure.error.split(": ", 1)[-1] + f" (reported by rank {failure.rank})",
                 "look at that rank first; the others only waited for it")
     if ended:
         record = others[ended[0]]
-        return (f"{_ranks(ended)} at the end of the script already ({_ago(time.time() - record.posted)}): "
+        return (f"{_ranks(ended)} already at the end of the script ({_ago(time.time() - record.posted)}): "
                 f"{record.place}{_caught(record)}, with no further calls",
                 "give all ranks the same number of batches (len of the loader on each rank)")
     missing = sorted(set(range(world)) - set(second) - {rank})
     if missing:
-        return (f"{_ranks(missing)} missing: it has not compiled anything yet",
-                "all ranks call the compiled model together; see what that rank does instead")
+        return (f"{_ranks(missing)} missing: no graph was compiled there yet",
+                "all ranks must call the compiled model together; find out what that rank does instead")
     raised = [r for r, record in others.items() if record.raised and not record.inside]
     late = raised or [r for r, record in others.items() if not record.inside]
     if late:
         record = others[late[0]]
-        return (f"{_ranks(late)} late: for {record.age_s:.0f} s it has been in the script, {record.place}"
+        return (f"{_ranks(late)} late: outside of compiled calls for {record.age_s:.0f} s, {record.place}"
                 f"{_caught(record)}{_line(record)}",
-                "all ranks make the same calls in the same order: look for work of one rank alone (a checkpoint, an "
-                "evaluation, a slow loader); HPML_PG_TIMEOUT_S sets how long ranks wait")
+                "all ranks must make the same calls in the same order: look for work of a single rank (a checkpoint, an "
+                "evaluation, a slow loader); HPML_PG_TIMEOUT_S sets the timeout")
     elsewhere = [r for r, record in others.items() if record.place != here]
     if elsewhere:
         record = others[elsewhere[0]]
-        return (f"{_ranks(elsewhere)} elsewhere: {record.place}{_line(record)}, while this rank is {here}",
-                "all ranks make the same calls in the same order: look for an evaluation on one rank alone, unequal numbers of "
-                "batches, and a model or batch of another shape that is compiled on one rank only")
+        return (f"{_ranks(elsewhere)} {record.place}{_line(record)}, while this rank is {here}",
+                "all ranks must make the same calls in the same order: look for an evaluation on a single rank, unequal "
+                "numbers of batches, and a model or batch of another shape that only one rank compiles")
     return ("a collective failed although all ranks are alive and at the same place",
-            "look at the network between the ranks; a slow rank may need a longer HPML_PG_TIMEOUT_S")
+            "check the network between the ranks; a slow rank may need a longer HPML_PG_TIMEOUT_S")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -24,11 +24,11 @@ LOOK_S, SURE_S = 1.0, 3.0
 FAILING_S = 5.0
 """Time after a rank's failure in a call within which the others must fail there too."""
 
-GATHERING = ("every rank holds a part of the model, so all ranks must do this: move it out of `if rank == 0:`. For one file, "
+GATHERING = ("the model is sharded over all ranks, so all ranks must do this: move it out of `if rank == 0:`. For one file, "
              "call `state = hpml_compiler.full_state_dict(model, optimizer)` on all ranks and save it on rank 0; or save "
              "with torch.distributed.checkpoint")
-CALLING = ("the model is split over all ranks, so all ranks call it together: move the evaluation out of `if rank == 0:`, and "
-           "print the result on rank 0")
+CALLING = ("the model is sharded over all ranks, so all ranks must call it together: move the evaluation out of "
+           "`if rank == 0:`, and print the result on rank 0")
 
 
 ONE_SENDER = ("broadcast_object_list", "scatter_object_list", "send_object_list")
@@ -110,10 +110,10 @@ def all_failed_or_none() -> None:
             break
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, 0.05)
-    raise RankDiverged(f"this rank failed in {status.failed} and went on, but not all ranks failed: others may still be "
-                       "in a collective there, which the next collective of this rank would match", f"rank {dist.get_rank()}",
-                       "let the process end, and restart all ranks from a checkpoint; before a step, check on all "
-                       "ranks whether it can be done")
+    raise RankDiverged(f"this rank caught an error in {status.failed}, but not all ranks failed there: others may still be "
+                       "in a collective, which the next collective of this rank would match", f"rank {dist.get_rank()}",
+                       "exit the process, and restart all ranks from a checkpoint; check on all ranks before a step whether "
+                       "it can run, instead of catching its errors")
 
 
 def _failures() -> str:
@@ -140,7 +140,7 @@ def _meet(board: heartbeat.SharedBoard, what: str, next_step: str) -> None:
             found = ((rank, _does_instead(record, what, now - begun, board.timeout_s)) for rank, record in records.items())
             rank, does = next(((rank, does) for rank, does in found if does), (-1, ""))
             if does and board.add(key, 0) < board.world:  # it may have passed the barrier meanwhile
-                raise RankDiverged(f"rank {board.rank} is alone in {what}: rank {rank} is {does} and does not take part",
+                raise RankDiverged(f"rank {board.rank} is alone in {what}: rank {rank} is {does}",
                                    f"rank {board.rank}, {status.place()}", next_step)
     if board.rank == 0 and last.key:  # all ranks are here, so none needs the last key
         board.forget(last.key)

@@ -129,8 +129,8 @@ class _Liveness:
             what, next_step = attribute_failure(self.board.rank, self.board.world, failures, first, second, self.status.place())
         except (RuntimeError, OSError):
             owner = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-            what = f"a collective failed, and the store with the heartbeats is gone too: {owner} has ended"
-            next_step = f"look at what {owner} wrote last"
+            what = f"a collective failed, and so did the store with the heartbeats, since {owner} has exited"
+            next_step = f"check the last output of {owner}"
         return RankLost(what, f"{where}; torch says: {reported[0] if reported else type(error).__name__}"[:600], next_step)
 
 

@@ -98,11 +98,11 @@ def test_a_damaged_cache_of_measurements(folder, tmp_path, content, monkeypatch,
         main(["plan", "models.py:tiny", "--json"])
     captured = capfd.readouterr()
     assert ended.value.code == 0 and json.loads(captured.out)
-    assert ("prices are estimated" in caplog.text and "delete this file" in caplog.text) == bool(content)
+    assert ("costs are estimated" in caplog.text and "delete this file" in caplog.text) == bool(content)
     with pytest.raises(SystemExit) as ended:
         main(["plan", "models.py:tiny", "--fix", "costs=measured"])
     assert ended.value.code == 2
-    assert ("damaged" if content else "nothing was measured") in capfd.readouterr().err
+    assert ("damaged" if content else "there are no measurements") in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["models.py", "/dev/null", "/proc/none"])

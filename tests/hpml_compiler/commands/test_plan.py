@@ -118,7 +118,7 @@ def test_save_and_explain(app, target, calls, tmp_path):
     result = CliRunner().invoke(app, ["explain", str(path), "proj_1"])
     assert result.exit_code == 0 and result.stdout == gpt_plan().explain("proj_1", 80) + "\n"
     result = CliRunner().invoke(app, ["explain", str(path), "--memory"])
-    assert result.exit_code == 0 and "when it holds most" in result.stdout and "parameters" in result.stdout
+    assert result.exit_code == 0 and "peak memory of a device" in result.stdout and "parameters" in result.stdout
     result = CliRunner().invoke(app, ["explain", str(path), "proj_1", "--memory"])
     assert isinstance(result.exception, BadInput) and "a whole plan" in result.exception.what
     result = CliRunner().invoke(app, ["explain", str(path), "prj_1"])

@@ -110,7 +110,7 @@ def test_exit_code_is_that_of_the_failing_rank(tmp_path, how, exit_code):
 
 
 def test_who_only_noticed_is_not_blamed():
-    word = {"message": "rank 1 is late: for 9 s it has been in the script", "noticed": True}
+    word = {"message": "rank 1 is late: outside of compiled calls for 9 s", "noticed": True}
     failure = SimpleNamespace(exitcode=1, error_file_data=word)
     assert run_command._first_failure(0, failure).splitlines() == [
         word["message"], "  (rank 0 noticed, and ended with exit code 1)"]

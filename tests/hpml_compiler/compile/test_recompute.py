@@ -105,7 +105,7 @@ def test_few_layers_stand_for_all():
 def test_a_pattern_without_a_block_is_named(caplog):
     with caplog.at_level(logging.WARNING):
         trained({"layrs.*": "full"})
-    assert "'layrs.*' matches none of its blocks, which are layers.0, layers.1, layers.2" in caplog.text
+    assert "'layrs.*' of options['recompute'] matches none of its blocks: layers.0, layers.1, layers.2" in caplog.text
 
 
 def on_ranks(_rank: int, options: dict[str, Any]):

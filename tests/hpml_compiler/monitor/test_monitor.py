@@ -85,7 +85,7 @@ def test_a_bad_one_warns_once_and_names_the_class(said):
     for _ in range(60):
         script.step(forward_us=1000.0, backward_us=1000.0)
     (warning,) = warnings(said)
-    assert "Most of it is collective: predicted 30.0 us, measured 1.80 ms" in warning
+    assert "The largest part is collective: predicted 30.0 us, measured 1.80 ms" in warning
     assert len([r for r in said.records if r.levelno == logging.INFO]) >= 3, "reports go on"
     assert monitor.report is not None and sum(c.measured for c in monitor.report.classes) == pytest.approx(2007.0)
 
@@ -95,7 +95,7 @@ def test_too_much_memory_warns_of_the_part(said):
     for _ in range(20):
         right(script)
     (warning,) = warnings(said)
-    assert "the predicted peak of memory is off by 50%" in warning and "Most of it is activations" in warning
+    assert "the predicted peak memory is off by 50%" in warning and "The largest part is activations" in warning
     assert monitor.held == {"parameters": 400, "gradients": 0, "optimizer": 0}
 
 
@@ -240,7 +240,7 @@ def test_an_error_in_the_monitor_is_logged_once_and_the_loop_goes_on(said, broke
         right(script)
     assert monitor.stopped
     (record,) = said.records
-    assert record.levelno == logging.ERROR and record.exc_info and "not monitored any more" in record.getMessage()
+    assert record.levelno == logging.ERROR and record.exc_info and "monitoring stopped" in record.getMessage()
 
 
 def test_an_error_in_the_script_reaches_it_and_the_count_goes_on():

@@ -51,15 +51,15 @@ def test_the_line_has_both_figures_and_how_they_were_measured():
 def test_the_warning_names_the_class_that_is_off_with_both_figures():
     warning = OFF.time_warning()
     assert warning and "off by 50%" in warning
-    assert "Most of it is collective: predicted 100 us, measured 1.05 ms" in warning
+    assert "The largest part is collective: predicted 100 us, measured 1.05 ms" in warning
     assert "matmul 800 us / 900 us" in warning and "overhead" not in warning
-    assert "Most of it is activations: predicted 2.00 MiB, measured 5.00 MiB" in (OFF.memory_warning() or "")
+    assert "The largest part is activations: predicted 2.00 MiB, measured 5.00 MiB" in (OFF.memory_warning() or "")
 
 
 def test_no_warning_where_the_prediction_holds_or_nothing_was_measured():
     assert report(1000.0, 1100.0).time_warning() is None
     assert report().memory_warning() is None
-    assert "not known" in (report().time_warning() or "")
+    assert "is unknown" in (report().time_warning() or "")
 
 
 def test_a_toy_s_steps_say_nothing_of_the_prices(monkeypatch):

@@ -164,7 +164,7 @@ def test_a_wrong_cluster_is_reported_by_rank_0(ranks):
     assert not warnings, "there was one mesh to choose from"
     warning = replace(ranks[0]["wrong"], rival_us=0.0).time_warning()
     assert len(lines) == 1 and "ratio 0.0" in lines[0]
-    named = warning.split("Most of it is ")[1].split(":")[0]
+    named = warning.split("The largest part is ")[1].split(":")[0]
     assert named in CLASSES
     classes = {c.name: c for c in ranks[0]["wrong"].classes}
     assert abs(classes[named].predicted - classes[named].measured) == \

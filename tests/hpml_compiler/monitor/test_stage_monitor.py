@@ -66,7 +66,7 @@ def test_a_rank_that_has_more_of_the_work_than_it_was_given_is_named():
     assert even.warning() is None  # all is ten times slower, which another cut would not mend
     uneven = replace(even, stages=(figures(0, 100.0, 200.0), figures(1, 300.0, 400.0)))
     said = uneven.warning()
-    assert said is not None and "rank 1 of the pipeline has 70% of the stages' work, and was given 50%" in said
+    assert said is not None and "rank 1 of the pipeline has 70% of the work of all stages, instead of the predicted 50%" in said
     assert replace(uneven, loop=PredictedFigure("loop", 150.0, report_of_a_run.SHORT_US / 2)).warning() is None
 
 
@@ -99,7 +99,7 @@ def _trained(rank, model, schedule, steps=STAGES_ARE_MEASURED):
             with torch.no_grad():
                 call(tokens, labels)
     log.removeHandler(handler)
-    return hpml_compiler.last_stages(), [text for text in heard if "its loop takes" in text]
+    return hpml_compiler.last_stages(), [text for text in heard if "the pipeline takes" in text]
 
 
 def test_ranks_measure_their_stages_and_know_the_same(launch):

@@ -54,7 +54,7 @@ def test_file_gives_back_the_plan(tmp_path):
         Plan.load(tmp_path / "plan.json")
     assert "MixedPlan.load" in caught.value.next_step
     FAST.save(tmp_path / "like.json")
-    with pytest.raises(BadInput, match="not a mixed one"):
+    with pytest.raises(BadInput, match="not a mixed plan"):
         MixedPlan.load(tmp_path / "like.json")
 
 

@@ -33,7 +33,7 @@ def _bytes(plan: Plan, found, summary, table: str) -> None:
     assert peak.bytes == sum(peak.parts.values()) == plan.memory.peak == found.peak_bytes
     assert summary["memory_bytes"]["peak"] == memory_json(plan, peak)["peak_bytes"] == peak.bytes
     assert f"peak {format_bytes(peak.bytes)}: " in table
-    assert f"a device holds {format_bytes(peak.bytes)} when" in memory_text(plan, peak)
+    assert f"peak memory of a device: {format_bytes(peak.bytes)}" in memory_text(plan, peak)
     if len(plan.step_graphs) == 1:
         assert plan.step_graphs[0].memory.peak == peak.bytes
 

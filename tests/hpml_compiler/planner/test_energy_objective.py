@@ -110,7 +110,7 @@ def test_the_summary_has_energy_and_says_how_it_is_known(plans):
 def test_the_table_has_a_line_of_energy_and_the_bound_in_its_unit(plans):
     lines = plans["energy"].table().splitlines()
     (line,) = [each for each in lines if each.startswith("energy")]
-    assert "J a step on 4 devices" in line and "W on average each (estimated)" in line
+    assert "J a step on 4 devices" in line and "W average power each (estimated)" in line
     assert any("bound" in each and "J a device" in each for each in lines)
     assert not any(each.startswith("note") for each in lines)  # the blocks' times add up to the step's
 

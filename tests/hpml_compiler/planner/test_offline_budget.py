@@ -134,12 +134,12 @@ def test_a_saved_plan_pins_what_is_kept(needs, tight, tmp_path, caplog):
     tight.save(tmp_path / "plan.json")
     with caplog.at_level(logging.INFO, "hpml"):
         obeyed = run({"plan": str(tmp_path / "plan.json")})
-    assert "as the plan says" in caplog.text and "solve_checkpointing: wrote" not in caplog.text, "nothing is decided"
+    assert "as in the given plan" in caplog.text and "solve_checkpointing: wrote" not in caplog.text, "nothing is decided"
     assert obeyed.graphs[0].kept == tight.graphs[0].kept and obeyed.peak == tight.peak
     caplog.clear()
     with caplog.at_level(logging.INFO, "hpml"):
         tighter = run({"plan": tight, "memory_budget": int(0.65 * needs)})
-    assert "decided anew" in caplog.text and tighter.peak.bytes <= 0.65 * needs
+    assert "hpml decides them again" in caplog.text and tighter.peak.bytes <= 0.65 * needs
     roomy = run({"plan": tight, "memory_budget": 2 * needs})
     assert roomy.graphs[0].kept.saved == tight.graphs[0].kept.saved
 
@@ -152,7 +152,7 @@ def test_two_ranks_obey_a_plan_that_was_made_without_them(launch, tmp_path):
     made.save(tmp_path / "plan.json")
     assert made.graphs[0].kept.again
     first, second = launch(two_ranks, args=({"plan": str(tmp_path / "plan.json")},))
-    assert "as the plan says" in first[1] and "solve_checkpointing: wrote" not in first[1], "rank 0 decides nothing"
+    assert "as in the given plan" in first[1] and "solve_checkpointing: wrote" not in first[1], "rank 0 decides nothing"
     assert max(first[2], second[2]) <= 1.03 * made.peak.bytes
 
 

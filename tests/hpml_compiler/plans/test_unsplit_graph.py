@@ -20,11 +20,11 @@ class Loss(nn.Module):
 
 
 @pytest.mark.parametrize(("width", "rows", "ranks", "because"), [
-    (15, 1, 2, "both ranks do the same work, because the batch has 1 row and inner.0.weight (and 3 more) cannot be split: no"),
-    (15, 3, 2, "because the 3 rows of the batch make no 2 equal shares and inner.0.weight"),
-    (13, 7, 3, "all 3 ranks do the same work, because the 7 rows of the batch make no 3 equal shares"),
-    (16, 1, 2, "because the batch has 1 row and the solver found no split that is faster than"),
-    (16, 2, 2, "because the solver found no split that is faster than"),
+    (15, 1, 2, "both ranks run all of it, because the batch has 1 row and inner.0.weight (and 3 more) cannot be split: no"),
+    (15, 3, 2, "because the 3 rows of the batch cannot be divided by 2 and inner.0.weight"),
+    (13, 7, 3, "all 3 ranks run all of it, because the 7 rows of the batch cannot be divided by 3"),
+    (16, 1, 2, "because the batch has 1 row and the solver found no split faster than"),
+    (16, 2, 2, "because the solver found no split faster than"),
     (16, 2, 1, ""),
     (512, 65536, 2, ""),
 ])

@@ -68,7 +68,7 @@ def test_rows_that_do_not_divide_stay_whole_with_one_warning(launch):
 
 
 def run_different(rank):
-    with pytest.raises(BadInput, match="ranks iterate different batches(.|\n)*rows=.own."):
+    with pytest.raises(BadInput, match="the batch differs between ranks(.|\n)*rows=.own."):
         list(distribute([torch.full((4,), float(rank))]))
 
 

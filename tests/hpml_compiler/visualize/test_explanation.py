@@ -10,11 +10,11 @@ from tests.helpers.plans import gpt_graph, gpt_plan
 def test_operation():
     text = gpt_plan(12, listed=2).explain("proj_1")
     assert "aten.proj, forward, in h.1.proj, class proj_last" in text
-    assert "dp=2: dim 0 is sharded, one part of 2 on each device" in text
-    assert "tp=4: partial, the sum over the devices is the value" in text
-    assert "11 runs a step: 110 us of 418 us compute" in text
+    assert "dp=2: dim 0 is sharded into 2 parts, one per device" in text
+    assert "tp=4: partial: the value is the sum over the devices" in text
+    assert "11 runs per step: 110 us of 418 us compute" in text
     assert "reads input 1 from h.1.proj.weight as tp S(1)" in text
-    assert "dp S(0), tp P becomes dp S(0) by all_reduce over tp (1.00 KiB, 5.00 us), 11 times a step" in text
+    assert "dp S(0), tp P to dp S(0) by all_reduce over tp (1.00 KiB, 5.00 us), 11 times per step" in text
 
 
 def test_consumer_sees_the_redistribution_before_it():
@@ -23,9 +23,9 @@ def test_consumer_sees_the_redistribution_before_it():
 
 def test_parameter():
     text = gpt_plan().explain("h.0.fc.weight")
-    assert "trainable parameter, float32[256, 64], 64.0 KiB whole, 16.0 KiB on a device" in text
+    assert "trainable parameter, float32[256, 64], 64.0 KiB unsharded, 16.0 KiB per device" in text
     assert "tp=4: dim 0 is sharded" in text and "read by fc_0" in text
-    assert "nothing is gathered" in text
+    assert "without a collective" in text
 
 
 def with_gradients(graph):
@@ -37,11 +37,11 @@ def with_gradients(graph):
 
 def test_the_gradient_of_a_parameter_and_what_its_reduction_costs():
     text = with_gradients(gpt_graph()).explain("h.1.proj.weight")
-    assert ("its gradient proj_grad_1 is made as dp P, tp S(1) and becomes tp S(1) by all_reduce over dp=2 "
+    assert ("its gradient proj_grad_1 is computed as dp P, tp S(1) and redistributed to tp S(1) by all_reduce over dp=2 "
             "(1.00 KiB, 5.00 us)") in text
     graph = gpt_graph()
     quiet = graph.model_copy(update={"redistributions": ()})
-    assert "nothing is reduced" in with_gradients(quiet).explain("h.1.proj.weight")
+    assert "needs no reduction" in with_gradients(quiet).explain("h.1.proj.weight")
 
 
 def test_a_reduction_before_a_view_counts():
@@ -52,7 +52,7 @@ def test_a_reduction_before_a_view_counts():
                   else move for move in graph.redistributions)
     graph = graph.model_copy(update={"operations": {**graph.operations, "made": made, "proj_grad_0": view},
                                      "redistributions": moves})
-    assert "its gradient made is made as dp P, tp S(1)" in with_gradients(graph).explain("h.0.proj.weight")
+    assert "its gradient made is computed as dp P, tp S(1)" in with_gradients(graph).explain("h.0.proj.weight")
 
 
 def test_lines_are_as_long_as_asked_for():
@@ -62,11 +62,11 @@ def test_lines_are_as_long_as_asked_for():
 
 def test_parameter_of_a_layer_that_is_not_listed_points_to_the_one_that_is():
     text = gpt_plan(12, listed=2).explain("h.7.fc.weight")
-    assert "h.0.fc.weight stands for it" in text and "nothing is redistributed" not in text
+    assert "see h.0.fc.weight of an equal block" in text and "no redistribution" not in text
 
 
-def test_what_was_left_whole_says_why():
-    assert "left whole: dim 1 (100) is not a multiple of tp=4" in gpt_plan().explain("head")
+def test_a_replicated_operation_has_a_reason():
+    assert "replicated: dim 1 (100) is not a multiple of tp=4" in gpt_plan().explain("head")
 
 
 def test_factors_are_in_words():

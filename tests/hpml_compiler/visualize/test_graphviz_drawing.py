@@ -80,7 +80,7 @@ def test_too_many_nodes_keeps_the_costly_and_the_paths_between():
     assert found.left_out == 12 - 6
     assert ("fc_0", "proj_0") in named_edges(found)  # through gelu_0, which is left out
     source = gpt_plan(3).graphviz(expanded=True, max_nodes=6).source
-    assert "6 of 12 nodes are left out" in source
+    assert "the 6 cheapest of 12 nodes" in source
 
 
 def test_plan_without_sources_is_drawn_in_the_order_of_execution():
@@ -108,7 +108,7 @@ def test_source_has_clusters_and_balanced_braces():
 def test_the_title_names_the_devices_and_a_legend_the_colors():
     source = gpt_plan().graphviz().source
     assert "mesh dp=2 x tp=4: 8 devices of 1x8:h100-80g" in source
-    for word in ("split over the mesh", "whole on every device", "forward", "backward", "collectives", SPLIT, WHOLE):
+    for word in ("sharded parameters", "replicated", "forward", "backward", "collectives", SPLIT, WHOLE):
         assert word in source
 
 
@@ -147,7 +147,7 @@ def test_several_graphs_share_the_budget():
 
 def test_without_dot_the_source_is_written_and_the_error_says_how(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingDependency, match="dot of Graphviz is not installed") as caught:
+    with pytest.raises(MissingDependency, match="Graphviz's program dot is not installed") as caught:
         gpt_plan().render(tmp_path / "plan.svg")
     assert caught.value.exit_code == 4 and "apt-get install graphviz" in caught.value.next_step
     assert (tmp_path / "plan.gv").read_text() == gpt_plan().graphviz().source

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import pytest
 
+from hpml_compiler.plans.pipeline_records import MicrobatchPlan
 from hpml_compiler.visualize.formatting import format_bytes, format_count, format_placements, format_us
-from hpml_compiler.visualize.plan_table import MOST_ROWS
+from hpml_compiler.visualize.plan_table import MOST_ROWS, describe_microbatches
 from tests.helpers.plans import gpt_graph, gpt_plan, operation
 
 
@@ -52,7 +53,7 @@ def test_a_table_that_does_not_add_up_says_so():
     graph = gpt_graph(2)
     cost = graph.predicted.model_copy(update={"compute_us": 1000.0})
     text = gpt_plan(2).model_copy(update={"graphs": (graph.model_copy(update={"predicted": cost}),)}).table()
-    assert "the blocks' compute adds up to 88.0 us, not 1.00 ms" in text
+    assert "the compute of the blocks adds up to 88.0 us, not 1.00 ms" in text
 
 
 def test_brackets_in_names_are_text():
@@ -71,3 +72,13 @@ def test_brackets_in_names_are_text():
 ])
 def test_formats(text, expected):
     assert text == expected
+
+
+def test_microbatches_name_the_parameters_that_they_gather_or_say_all():
+    parameters = gpt_graph(2).parameters
+    sharded = [name for name, each in parameters.items() if each.bytes_per_device < each.bytes_whole]
+    times = MicrobatchPlan(count=2, share=1.0, before=(), after=(), sums=(), whole=(), loss_inside=True, gathered=tuple(sharded))
+    assert "each gathers all sharded parameters." in describe_microbatches(times, parameters)
+    assert len(sharded) > 2
+    few = describe_microbatches(times.model_copy(update={"gathered": ("h.0.fc.weight",)}), parameters)
+    assert "each gathers h.*.fc.weight." in few

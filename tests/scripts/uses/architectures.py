@@ -300,7 +300,7 @@ def flexible_attention(hp):
     return _trained(hp, Flexible().float(), inputs(2, 256).view(2, 16, 16).float())
 
 
-@use(refused={"parts": "a gradient arrives at another output than the loss"})
+@use(refused={"parts": "backward has a gradient for another output than the loss"})
 def experts_chosen_by_a_mask(hp):
     """Every expert on every token, weighted by the gate's best two."""
     class Experts(nn.Module):

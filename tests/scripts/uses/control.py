@@ -29,7 +29,7 @@ class Breaks(nn.Module):
         return self.c(h)
 
 
-@use(refused={"parts": "a gradient arrives at another output than the loss"})
+@use(refused={"parts": "backward has a gradient for another output than the loss"})
 def graph_breaks(hp):
     return train(hp, Breaks())
 
@@ -247,7 +247,7 @@ def returns_dicts(hp):
     return _returning(hp, lambda loss, out: {"loss": loss, "deep": [out, None, 3, {"x": out.argmax(-1)}]}, lambda o: o["loss"])
 
 
-@use(refused={"parts": "a gradient arrives at another output than the loss"})
+@use(refused={"parts": "backward has a gradient for another output than the loss"})
 def returns_dataclasses_and_named_tuples(hp):
     return (_returning(hp, Output, lambda o: o.loss + o.logits.square().mean()),
             _returning(hp, Pair, lambda o: o.loss), type(hp.compile(Returns(Pair))(inputs(), targets())).__name__)
@@ -541,7 +541,7 @@ def checkpointed_in_sequence(hp):
     return train(hp, Sequence(), steps=2)
 
 
-@use(refused="a second derivative is wanted")
+@use(refused="backward needs a second derivative")
 def double_backward(hp):
     model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
     call = hp.compile(model)

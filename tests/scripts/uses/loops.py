@@ -414,7 +414,7 @@ def optimizer_hooks(hp):
     return seen, model, optimizer
 
 
-@use(refused="a second derivative is wanted")
+@use(refused="backward needs a second derivative")
 def gradient_penalty(hp):
     """WGAN-GP's: the norm of the input's gradient is part of the loss."""
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))

@@ -195,7 +195,7 @@ def parameters_given_memory_that_others_let_go_of(hp):
     return losses + [step(call, optimizer, inputs(), targets()) for _ in range(2)], model
 
 
-@use(refused={mesh: "memory that was assigned to a parameter.* has changed since" for mesh in ("tp", "stages", "zero3")})
+@use(refused={mesh: "memory was assigned to a parameter.* was written" for mesh in ("tp", "stages", "zero3")})
 def parameters_given_a_flat_buffer_that_changes(hp):
     model = mlp()
     call, optimizer = hp.compile(model), sgd(model)

@@ -201,7 +201,7 @@ def past_the_recompile_limit(hp):
     return [step(call, optimizer, inputs(rows), targets(rows)) for rows in range(2, 13)], model, optimizer
 
 
-@use(refused={"stages": "whose size depends on data"})
+@use(refused={"stages": "with a data-dependent shape"})
 def sizes_that_depend_on_data(hp):
     """With Dynamo told to trace them."""
     class Selects(nn.Module):

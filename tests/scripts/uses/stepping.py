@@ -96,7 +96,7 @@ def parameters_change_their_group(hp):
     return losses, model, optimizer
 
 
-@use(refused={"stages": "create_graph=True.* single stages own"})
+@use(refused={"stages": "create_graph=True.* of a pipeline stage"})
 def backward_that_keeps_a_graph(hp):
     """Of which nobody asks for second derivatives; gradients are added up, and what is added is a new tensor each time."""
     model, seen = mlp(), []

@@ -25,7 +25,7 @@ from hpml_compiler.plans.cache import graph_database, plan_database
 from tests.helpers.frozen import fresh
 from tests.helpers.ranks import run_ranks
 
-FOUND = "rewritten as in an earlier launch"
+FOUND = "read from the graph cache"
 
 
 @pytest.fixture(autouse=True)
@@ -325,7 +325,7 @@ GRADIENTS, ALIASES = "it changes an input that gradients flow into", "its result
 LONG_WAY = {
     "a parameter": GRADIENTS,
     "by gradients": GRADIENTS,
-    "side by side": "it changes what shares memory with another input",
+    "side by side": "it mutates an input that shares memory with another input",
     "overlapping": "it changes an input, and is traced with other inputs than its own",
     "beside a view": ALIASES,
     "power iterations": ALIASES,
@@ -343,7 +343,7 @@ def change(rank: int):
         loss, part = call(torch.randn(8, 4))
         loss.backward()
         seen += [loss.detach(), part, *(value.detach().clone() for value in model.buffers())]
-    said = [each for each in said if each in LONG_WAY or FOUND in each or "not kept" in each]
+    said = [each for each in said if each in LONG_WAY or FOUND in each or "not cached" in each]
     return [x for x in seen if x is not None], said
 
 
@@ -369,7 +369,7 @@ def test_graphs_that_change_what_they_are_given_are_kept(launch, first_that_writ
     for name, many, found in (("rows", 2, 4), ("zero 3", 2, 4), ("moved", 3, 2)):
         (*_, before, said), (*_, after, _) = (each[0][name] for each in (first, again))
         assert not before and len(after) == found, said
-        assert not any("is not kept" in each for each in said)
+        assert not any("is not cached" in each for each in said)
         for rank in range(2):
             assert_same(again[rank][name][:many], first[rank][name][:many])
         alone = move(0, None) if name == "moved" else count(0, None)
@@ -379,7 +379,7 @@ def test_graphs_that_change_what_they_are_given_are_kept(launch, first_that_writ
         said = each[0]["the long way"][1]
         assert len(said) == 2 * len(LONG_WAY)
         for way, line in zip(said[::2], said[1::2], strict=True):
-            assert f"is not kept for the next launch: {LONG_WAY[way]}" in line
+            assert f"is not cached: {LONG_WAY[way]}" in line
 
 
 def with_other_stand_ins(rank: int):
@@ -391,7 +391,7 @@ def with_other_stand_ins(rank: int):
                                          [replace(one, position=0), *rest]][changed])
 
         graph_cache.stub_of = other  # type: ignore[assignment]
-        with pytest.raises(Exception, match="is not traced as it was then"):
+        with pytest.raises(Exception, match="the graph differs from its entry in the graph cache"):
             count(rank, ROWS)
 
 
@@ -429,14 +429,14 @@ def test_a_damaged_file_costs_a_word(launch, first, folder):
         (folder / f"graphs.sqlite{end}").unlink(missing_ok=True)
     again = launch(small)
     assert [each[0] for each in again] == [each[0] for each in first]
-    assert any("what earlier launches made of graphs cannot be read" in each for each in again[0][2])
+    assert any("the graph cache cannot be read" in each for each in again[0][2])
 
 
 def test_a_folder_that_cannot_be_written_costs_a_word(launch, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path / "file" / "cache"))
     (_, _, said), *_ = launch(small)
-    assert any("cannot be kept for the next launch" in each for each in said)
+    assert any("cannot be cached" in each for each in said)
 
 
 def killed_while_compiling(rank: int):
@@ -489,7 +489,7 @@ def test_a_full_disk_costs_a_word(launch, first_small, monkeypatch, tmp_path):
     for full, ranks in zip([(), *(full for full, _ in launches)], results, strict=True):
         for rank, (seen, found, said) in enumerate(ranks):
             assert seen == first_small[0][rank][0] and not found
-            words = [each for each in said if "cannot be kept for the next launch" in each]
+            words = [each for each in said if "cannot be cached" in each]
             assert bool(words) == (rank in full)
             assert all("set HPML_CACHE_DIR to a folder on a local disk" in each for each in words)
 

@@ -119,7 +119,7 @@ def test_microbatches_on_several_ranks(launch):
             assert restored == planned, name
             assert all("restore" in each and not SOLVED & each for each in seconds), name
     for name in CASES:
-        assert not any("not kept" in each or FOUND in each for each in first[0][name][1]), name
+        assert not any("not cached" in each or FOUND in each for each in first[0][name][1]), name
         assert sum(FOUND in each for each in again[0][name][1]) == len(again[0][name][2]) == (3 if name == "rows" else 2), name
         assert any(graph["microbatches"] for graph in again[0][name][3]), name
 
@@ -170,7 +170,7 @@ def under_budgets(rank: int, budgets: tuple[int, ...]):
         graphs = hpml_compiler.last_plan().graphs
         found.append((seen, [graph.model_dump(exclude={"seconds"})["kept"] for graph in graphs],
                       [replace(each, name="") for each in session.current().step.graphs.values()],
-                      [each for each in said if FOUND in each or "not kept" in each], [{*graph.seconds} for graph in graphs]))
+                      [each for each in said if FOUND in each or "not cached" in each], [{*graph.seconds} for graph in graphs]))
     return found
 
 

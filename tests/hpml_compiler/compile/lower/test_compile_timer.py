@@ -91,7 +91,7 @@ def told(terminal: Terminal) -> list[str]:
 
 
 HALVES = ["compiling forward", "compiling backward"]
-STEPS = ["tracing", "annotating", "deciding what goes through microbatches", "rewriting"]
+STEPS = ["tracing", "annotating", "planning microbatches", "rewriting"]
 
 
 @pytest.mark.parametrize(("options", "steps"), [
@@ -127,7 +127,7 @@ def test_ranks_of_a_pipeline_say_which_stage_they_compile(launch):
     (said, seconds), (nothing, others) = launch(in_stages, 2, (options,), timeout_s=50)
     name = "graph_0: "
     assert all(line.startswith(name) for line in said) and not nothing
-    steps = [*STEPS[:-1], "checking that the stages fit", "rewriting", "cutting into stages", *HALVES[:1],
+    steps = [*STEPS[:-1], "checking that the stages fit in memory", "rewriting", "cutting into stages", *HALVES[:1],
              "compiling stage 0 forward", "compiling stage 0 backward"]
     assert [line for line in dict.fromkeys(line.removeprefix(name) for line in said) if "," not in line] == steps
     for each in (seconds, others):

@@ -135,7 +135,7 @@ def test_a_default_folder_that_others_may_have_written_is_left_for_one_of_ones_o
     assert "others may write" in said and str(theirs) in said
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     (tmp_path / "cache").chmod(0o777)
-    with pytest.raises(BadInput, match="no folder for compiled code is this user's alone"), check_cache_dir():
+    with pytest.raises(BadInput, match="no folder for compiled code is private to this user"), check_cache_dir():
         pass
 
 
@@ -146,4 +146,4 @@ def test_a_folder_that_the_user_names_is_taken_with_a_warning(folder, caplog):
         with check_cache_dir():
             assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
     (said,) = caplog.messages
-    assert "another user may have written it" in said and str(folder) in said
+    assert "another user may have written" in said and str(folder) in said

@@ -142,7 +142,7 @@ def test_where_rows_mix_all_runs_at_once_and_says_why(caplog):
     with caplog.at_level(logging.WARNING, "hpml"):
         check(Normalized(), (torch.randn(ROWS, 8, dtype=torch.double),), 2,
               loss_of=lambda out: out[0] + out[1].pow(3).mean())
-    assert "no microbatches: rows of the batch depend on each other at" in caplog.text
+    assert "the step is not split into microbatches: rows of the batch depend on each other at" in caplog.text
 
 
 def test_evaluation_runs_whole_on_any_rows():
@@ -156,18 +156,18 @@ def test_batches_of_other_sizes_go_through_in_as_many_parts_as_divide_them(caplo
     """As they come in a loop over a loader: Dynamo makes sizes symbols from the second on."""
     model = mlp(16, 32).double()
     call = compiled(model, 4)
-    for rows, said in ((8, None), (4, None), (12, None), (6, "in 3 microbatches"), (7, "in one piece"), (8, None)):
+    for rows, said in ((8, None), (4, None), (12, None), (6, "into 3 microbatches"), (7, "into 1 microbatches"), (8, None)):
         caplog.clear()
         x = torch.randn(rows, 16, dtype=torch.double)
         expected = torch.autograd.grad(model(x), list(model.parameters()))
         with caplog.at_level(logging.WARNING, "hpml"):
             found = torch.autograd.grad(call(x), list(model.parameters()))
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-        assert said in caplog.text if said else "goes through" not in caplog.text
+        assert said in caplog.text if said else "a batch of" not in caplog.text
 
 
 def test_what_does_not_go_together_yet_is_refused():
-    with pytest.raises(BadInput, match="unlike devices does not support microbatches"):
+    with pytest.raises(BadInput, match="mixed devices does not support microbatches"):
         hpml_compiler.plan(mlp(16, 32), (torch.randn(8, 16),), "1x1:cpu + 1x1:h100-80g", microbatches=2)
 
 
@@ -185,7 +185,7 @@ def test_a_plan_says_what_a_step_holds_and_a_run_records_it(dropout, microbatche
         assert "microbatches" in plan.table() and type(plan).from_json(plan.to_json()) == plan
     whole = hpml_compiler.plan(Deep(dropout), (torch.randn(ROWS_OF_DEEP, WIDTH),), compiler="eager")
     assert planned.predicted.step_time_us >= whole.predicted.step_time_us  # fewer rows at a time are no faster
-    with pytest.raises(BadInput, match="goes through its batch in"):
+    with pytest.raises(BadInput, match="the plan has .* microbatches, but"):
         simulate(planned, microbatches=2)
 
 

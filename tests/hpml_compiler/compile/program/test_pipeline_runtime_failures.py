@@ -124,7 +124,7 @@ def failing(rank, kind, how):
     (Tied, "forward", "rank 1: forward of stage 1, microbatch 2 failed: ValueError: broken on purpose"),
     (Tied, "backward", "rank 1: backward of stage 1, microbatch 2 failed: ValueError: broken on purpose"),
     (Outside, "backward", "rank 1: backward of stage 1, microbatch 2 failed: ValueError: broken on purpose"),
-    (Tied, "before", "rank 1: what is done before the first microbatch failed: ValueError: broken on purpose"),
+    (Tied, "before", "rank 1: the graph before the first microbatch failed: ValueError: broken on purpose"),
     (Tied, "lowering", "broken on purpose"),
     (Tied, "kernels", "broken on purpose"),
     (Tied, "killed", "rank 1 is not responding"),
@@ -136,7 +136,7 @@ def test_all_ranks_say_the_same_at_once(launch, kind, how, said):
         assert said in text, text
         assert "rank 1" in text or rank == 1, text
         assert seconds < TIMEOUT_S or how == "kernels", "those of the other ranks are compiled meanwhile"
-        assert how not in COMPILING or rank == 1 or "rank 1 could not compile its stages" in text, text
+        assert how not in COMPILING or rank == 1 or "rank 1 could not compile its pipeline stages" in text, text
     hpml_compiler.reset()
 
 
@@ -147,7 +147,7 @@ SPLIT = {  # how rank 2 of 4 fails -> what all say
     "backward, late": (lambda: in_stage("_gradients", True), "rank 2: backward of stage 1, microbatch 2 failed"),
     "backward_input": (lambda: in_stage("_gradients", True), "rank 2: backward_input of stage 1, microbatch 2 failed"),
     "weight": (lambda: in_stage("_backward_weight", False), "rank 2: backward_weight of stage 1, microbatch 2 failed"),
-    "before": (before_the_loop, "rank 2: what is done before the first microbatch failed"),
+    "before": (before_the_loop, "rank 2: the graph before the first microbatch failed"),
 }
 
 

@@ -66,7 +66,7 @@ def test_a_pipeline_takes_the_devices_that_the_mesh_leaves(tmp_path):
     ({"seconds": "fast"}, "seconds: expected a number, got 'fast'"),
     ({"tflops_per_device": 137.0}, "either seconds or tflops_per_device"),
     ({"formula": "megatron"}, "seconds without"),
-    ({"speed": 3}, "speed: there is no such key"),
+    ({"speed": 3}, "speed: unknown key"),
     ({"recompute": "some"}, "recompute: expected 'none' or 'full', got 'some'"),
     ({"microbatches": 0}, "microbatches: expected a number of at least 1, got 0"),
     ({"mesh": {"dp": 8}}, "has 8 devices, the cluster 2x8:a100-80g has 16"),

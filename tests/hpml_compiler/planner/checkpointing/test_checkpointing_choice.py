@@ -29,8 +29,8 @@ def refusal(room: BudgetShare) -> Infeasible:
 
 def test_what_other_graphs_keep_is_named():
     found = refusal(replace(ROOM, left=100.0, others={"'forward' (a.py:1)": 5_000.0}))
-    assert "saved by 'forward' (a.py:1), another graph of the step, 4.88 KiB" in found.what
-    assert "take out the break between these graphs" in found.next_step
+    assert "saved by 'forward' (a.py:1) (another graph of the step) 4.88 KiB" in found.what
+    assert "remove the graph break" in found.next_step
 
 
 def test_state_that_takes_all_of_it_is_named():
@@ -41,7 +41,7 @@ def test_state_that_takes_all_of_it_is_named():
 
 def test_what_the_optimizer_makes_in_its_step_is_named_with_the_remedy():
     found = refusal(replace(ROOM, after=9_000.0, made=3_000.0, remedy="give it foreach=False or fused=True"))
-    assert "when the optimizer makes its step" in found.what and "what it makes 2.93 KiB" in found.what
+    assert "when the optimizer steps" in found.what and "temporary tensors 2.93 KiB" in found.what
     assert found.next_step.startswith("give it foreach=False or fused=True")
 
 

@@ -31,7 +31,7 @@ def test_a_call_that_takes_more_than_the_memory_leaves_is_refused():
         return Cluster((replace(group, device=replace(group.device, memory_bytes=nbytes)),))
 
     assert hpml_compiler.plan(*wide_batch(), cluster=of_memory(memory.peak)).memory.peak == memory.peak
-    with pytest.raises(Infeasible, match="a device holds .* of these bytes, .*transient") as refusal:
+    with pytest.raises(Infeasible, match="a device needs .* at the peak: .*transient") as refusal:
         hpml_compiler.plan(*wide_batch(), cluster=of_memory(held))
     assert held < refusal.value.smallest_budget_bytes <= memory.peak
 
@@ -57,8 +57,8 @@ class WithLoss(nn.Module):
 
 
 @pytest.mark.parametrize(("layers", "stages", "said"), [
-    (1, 2, "of 2 stages, stage 1 .* makes no parameter's gradient whole, .*leave it out of options"),
-    (1, 8, "is not pipelined; every stage runs it in full: .*leave it out of options"), (4, 2, None)])
+    (1, 2, "of 2 stages, stage 1 .* has no parameters of its own, .*remove it from options"),
+    (1, 8, "is not pipelined; every stage runs it in full: .*remove it from options"), (4, 2, None)])
 def test_stages_that_save_no_memory_are_reported_with_a_remedy(caplog, layers, stages, said):
     with caplog.at_level(logging.WARNING, "hpml"):
         hpml_compiler.plan(WithLoss(layers), (torch.zeros(64, 64),), cluster=f"1x{stages}:cpu", mesh={"pp": stages})

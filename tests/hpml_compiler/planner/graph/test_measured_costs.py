@@ -53,7 +53,7 @@ def test_it_costs_a_warning_and_no_run(harm, folder, caplog):
         assert loaded() is None and loaded() is None
     assert measured_costs.digest(Options.parse(None), Cluster.local(1, "cpu"), "") == nothing
     (said,) = caplog.messages
-    assert "prices are estimated" in said and str(folder) in said and "next step" in said
+    assert "costs are estimated" in said and str(folder) in said and "next step" in said
     with pytest.raises(BadInput, match="measurement cache"):
         loaded(costs="measured")
 
@@ -62,7 +62,7 @@ def test_so_does_a_folder_that_cannot_be_looked_into(monkeypatch, folder, caplog
     """As one that belongs to somebody else, for which tests that run as root have this."""
     monkeypatch.setenv("HPML_CACHE_DIR", str(folder / ("long" * 100)))
     assert loaded() is None
-    assert "prices are estimated" in caplog.text and "HPML_CACHE_DIR" in caplog.text
+    assert "costs are estimated" in caplog.text and "HPML_CACHE_DIR" in caplog.text
     with pytest.raises(BadInput, match="cannot use the measurement cache"):
         loaded(costs="measured")
 

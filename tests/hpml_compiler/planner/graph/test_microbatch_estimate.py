@@ -59,7 +59,7 @@ def test_with_the_loss_outside_all_of_them_count():
 def test_the_peak_that_is_told_is_enough_and_what_is_refused_tells_another(microbatches):
     told = planned(2 * SAVED, microbatches).memory.peak
     assert planned(told, microbatches).memory.peak <= told
-    with pytest.raises(Infeasible, match="a device holds .* at the peak, and it has") as refusal:
+    with pytest.raises(Infeasible, match="a device needs .*, more than its") as refusal:
         planned(told // 50, microbatches)
     least = round(refusal.value.smallest_budget_bytes)
     assert told // 50 < planned(least, microbatches).memory.peak <= least

@@ -89,7 +89,7 @@ def test_what_one_device_cannot_hold_is_planned_on_stages_or_refused():
     assert fits.memory.peak < 0.7 * nbytes
     split = planned(model, of_memory(0.7), mesh={"pp": 2, "dp": 2})
     assert split.memory.peak < 0.7 * nbytes
-    with pytest.raises(Infeasible, match="the fullest rank of 4 stages holds .* at the peak, and it has"):
+    with pytest.raises(Infeasible, match="the rank with the highest peak of 4 stages needs .*, more than its"):
         planned(model, of_memory(0.2), mesh={"pp": 4})
-    with pytest.raises(Infeasible, match="the fullest rank of 2 stages holds .* at the peak, and it has"):
+    with pytest.raises(Infeasible, match="the rank with the highest peak of 2 stages needs .*, more than its"):
         planned(model, of_memory(0.05), mesh={"pp": 2, "dp": 2})

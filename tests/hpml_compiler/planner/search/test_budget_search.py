@@ -102,10 +102,10 @@ def test_the_last_thing_tried_is_as_little_state_as_can_be():
 
 
 def test_a_budget_that_no_trial_meets_is_refused_with_the_least():
-    with pytest.raises(Infeasible, match="holds 80 B at least") as caught:
+    with pytest.raises(Infeasible, match="needs at least 80 B") as caught:
         Table(whole=WHOLE, split=SPLIT).answer(79)
     assert caught.value.smallest_budget_bytes == 80 and 'offload="saved"' in caught.value.next_step
-    assert "of these bytes, parameters and optimizer state 20 B" in caught.value.what
+    assert "at the peak: parameters and optimizer state 20 B" in caught.value.what
 
 
 def row(us, again_us, state, above, counted):
@@ -125,7 +125,7 @@ def test_as_many_bytes_as_an_error_names_are_enough(budget, plans):
 
 
 def test_an_optimizers_step_that_does_not_fit_is_named():
-    with pytest.raises(Infeasible, match="holds 95 B at least, while the optimizer makes its step") as caught:
+    with pytest.raises(Infeasible, match="needs at least 95 B, during the optimizer step") as caught:
         Table(split={**SPLIT, "stepping": 75}).answer(90)
     assert "foreach=False" in caught.value.next_step
 

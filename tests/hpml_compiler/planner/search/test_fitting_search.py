@@ -93,7 +93,7 @@ def test_figures_of_a_plan_agree(case):
     check_figures(plan)
     memory = plan.step_graphs[0].memory
     assert plan.peak.bytes >= memory.parameters + memory.optimizer
-    assert (plan.predicted.again_us > 0) == ("computed once more" in plan.table(200)) == (case == "budget")
+    assert (plan.predicted.again_us > 0) == ("recomputation" in plan.table(200)) == (case == "budget")
 
 
 @pytest.mark.parametrize("case", ["zero 3", "stages", "budget", "convolutions"])

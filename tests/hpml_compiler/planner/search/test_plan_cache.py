@@ -13,7 +13,7 @@ from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.search.plan_cache import LIKE_PRICES, CachedPlan, _alike
 from hpml_compiler.plans.cache import graph_database
 
-SEARCHED, FOUND = "decide_placements: wrote", "planned as in an earlier launch"
+SEARCHED, FOUND = "decide_placements: wrote", "the plan is read from the plan cache"
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_what_one_device_keeps_is_not_decided_twice(folder, said):
     assert "solve_checkpointing: wrote" in said()
     with sqlite3.connect(folder / "plans.sqlite") as connection:
         connection.execute("""UPDATE plan SET entry = replace(entry, '"names":[', '"names":["nobody",')""")
-    assert decided(plan(**tight)) == decided(first) and "is damaged" in said()
+    assert decided(plan(**tight)) == decided(first) and "is corrupt" in said()
 
 
 def test_another_question_is_another_search(said):
@@ -108,7 +108,7 @@ def test_a_damaged_entry_costs_a_search_and_is_replaced(harm, folder, said):
     first = plan()
     with sqlite3.connect(folder / "plans.sqlite") as connection:
         connection.execute("UPDATE plan SET entry = ?", (harm,))
-    assert decided(plan()) == decided(first) and "is damaged" in said()
+    assert decided(plan()) == decided(first) and "is corrupt" in said()
     plan()
     assert FOUND in said()
 
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_made_costs_a_word(monkeypatch, tmp_path, said):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path / "file" / "cache"))
     plan()
-    assert "this plan cannot be kept for the next launch" in said()
+    assert "this plan cannot be cached" in said()
 
 
 def test_prices_of_a_quick_look_may_differ_a_little():

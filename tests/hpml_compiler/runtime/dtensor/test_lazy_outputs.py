@@ -269,7 +269,7 @@ def run_alone(rank):
     found, told = call(X, Y), []
 
     def read_elsewhere():
-        with pytest.raises(HpmlError, match="in another thread than the one that made it") as error:
+        with pytest.raises(HpmlError, match="in another thread than the one that called the model") as error:
             found.logits.sum()
         told.append(error)
 

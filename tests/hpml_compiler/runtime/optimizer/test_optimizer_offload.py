@@ -106,9 +106,9 @@ def hooked(parameters) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(("make", "closure", "why"), [
-    (torch.optim.LBFGS, True, "may look at all parameters together"),
+    (torch.optim.LBFGS, True, "may combine all parameters"),
     (torch.optim.SGD, True, "a step with a closure runs the model"),
-    (hooked, False, "hooks of its own"),
+    (hooked, False, "step hooks"),
     (lambda parameters: torch.optim.Adam(parameters, differentiable=True), False, "differentiable or capturable"),
 ], ids=["LBFGS", "closure", "hooks", "differentiable"])
 def test_what_cannot_be_stepped_in_parts_is_refused_with_a_reason(make, closure, why):

@@ -27,7 +27,7 @@ def test_names_of_devices_say_what_ranks_compute_on(names, backends, found):
 
 @pytest.mark.parametrize(("names", "backends", "words"), [
     (["a: 0", "cpu"], BOTH, "rank 1 computes on a CPU and rank 0 on a GPU"),
-    (["a: 1", "a: 0", "a: 0"], BOTH, r"ranks \[1, 2\] compute on one GPU.*\n.*\n.*set_device.*hpml run.*cuda:gloo"),
+    (["a: 1", "a: 0", "a: 0"], BOTH, r"ranks \[1, 2\] use the same GPU.*\n.*\n.*set_device.*hpml run.*cuda:gloo"),
 ])
 def test_devices_that_cannot_work_together_are_refused(names, backends, words):
     with pytest.raises(BadInput, match=words):

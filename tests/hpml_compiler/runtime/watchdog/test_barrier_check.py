@@ -42,7 +42,7 @@ ALONE = {
     "save": (save, "alone in saving or copying", "full_state_dict"),
     "value": (look_at_a_value, "alone in gathering", "if rank == 0"),
     "evaluate": (evaluate, "alone in calling the model", "evaluation out of"),
-    "full": (full_state, "alone in hpml_compiler.full_state_dict", "all ranks call it"),
+    "full": (full_state, "alone in hpml_compiler.full_state_dict", "all ranks must call it"),
 }
 
 
@@ -162,7 +162,7 @@ def failing_on_one(rank, after):
         call(WRONG)
     start = time.monotonic()
     for _ in range(2):  # for good
-        with pytest.raises(RankDiverged, match="this rank failed in forward of graph_0, call 2 .*and went on") as error:
+        with pytest.raises(RankDiverged, match="this rank caught an error in forward of graph_0, call 2") as error:
             {"trains": lambda: caught(call, optimizer, TOKENS), "norm": lambda: look_at_a_value([model.end], call, optimizer),
              "clips": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
              "saves": lambda: save(model, call, optimizer)}[after]()

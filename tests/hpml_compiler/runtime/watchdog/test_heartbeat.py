@@ -57,15 +57,15 @@ def run_trouble(rank, how):
         call(torch.ones(2))
     except RankLost as error:
         seconds = time.monotonic() - start
-        assert how != "sleeps" or "rank 1 is late: for" in told[0] and "has waited for" in told[0], told
+        assert how != "sleeps" or "rank 1 is late: outside of compiled calls for" in told[0] and "has waited for" in told[0], told
         return str(error), seconds
     return "nobody was missed"
 
 
 CASES = {
     "killed": (3, "rank 2 is not responding", "look at the exit code of rank 2"),
-    "sleeps": (2, "rank 1 is late: for", "test_heartbeat.py:"),
-    "raises": (2, "having caught ValueError: no such row", "look for work of one rank alone"),
+    "sleeps": (2, "rank 1 is late: outside of compiled calls for", "test_heartbeat.py:"),
+    "raises": (2, "having caught ValueError: no such row", "look for work of a single rank"),
 }
 
 
