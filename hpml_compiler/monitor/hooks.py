@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.plans.schema import GraphPlan
+from passes import compat
 from passes.session_state import state
 
 
@@ -44,8 +45,7 @@ class WatchedGraph:
             finally:
                 monitor.graph_ends(token)
 
-        watched._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of a boxed call
-        return watched
+        return compat.mark_boxed(watched)
 
 
 def watch_optimizers(current: Callable[[], Monitor | None]) -> None:

@@ -18,6 +18,7 @@ from hpml_compiler.monitor.report import SHORT_US, TOLERANCE, PredictedFigure
 from hpml_compiler.runtime.process.device_clock import Clock
 from hpml_compiler.runtime.program.stage_timer import LoopTimes, recording
 from hpml_compiler.visualize.formatting import format_bytes, format_us
+from passes import compat
 from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.pipeline.pipeline_timeline import TimedStage, simulate_pipeline
 from passes.pipeline.stage_assignment import StageAssignment
@@ -147,8 +148,7 @@ class StageMonitor:
         def watched(arguments: list[Any]) -> Any:
             return call(arguments) if self.over or not self.steps else self._recorded(call, arguments)
 
-        watched._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of a boxed call
-        return watched
+        return compat.mark_boxed(watched)
 
     def _recorded(self, call: Callable[..., Any], *args: Any) -> Any:
         with recording(self.clock) as loops:

@@ -26,7 +26,6 @@ def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0, obeys_ke
         parameter_bytes=graph.memory.parameters,
         gradient_bytes=graph.memory.gradients,
         optimizer_bytes=graph.memory.optimizer,
-        trained_bytes=tuple(p.bytes_per_device for p in graph.parameters.values() if p.trainable),
         call_us=prices.call_us(),
         accumulate_us=prices.accumulate_us(),
         optimizer_us=prices.optimizer_us(),

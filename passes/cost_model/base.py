@@ -57,11 +57,6 @@ class OptimizerModel:
     state_bytes: float = 8.0
     fused: bool = False
 
-    @staticmethod
-    def adamw(itemsize: float, *, fused: bool = False) -> OptimizerModel:
-        """AdamW on parameters of `itemsize` bytes per element, gradients and states of the same dtype."""
-        return OptimizerModel(itemsize, itemsize, 2 * itemsize, fused)
-
     def traffic_bytes(self, temporaries_in_cache: bool) -> float:
         """Memory traffic of a step per parameter element.
 

@@ -1,6 +1,6 @@
 """Step graph: one rank's calls in order, values redistributed between them, and constant bytes, in plain numbers.
 
-`passes.sharding.oracle.decision_step_graph` builds one from a decision, `hpml_compiler.simulate.plan_step_graph` from a plan.
+`hpml_compiler.simulate.plan_step_graph` builds one from a plan.
 All times and bytes are of one rank, and of one microbatch where there are several.
 """
 from __future__ import annotations
@@ -105,8 +105,8 @@ class StepGraph:
     """One graph of a step. All calls of forward come before those of backward.
 
     tangents: bytes of the gradients that backward receives. parameter_bytes, gradient_bytes, optimizer_bytes: per
-    rank; trained_bytes: of each trained parameter. call_us: overhead of entering forward, or backward;
-    accumulate_us: accumulating the gradients of one more microbatch; optimizer_us: the optimizer's step.
+    rank. call_us: overhead of entering forward, or backward; accumulate_us: accumulating the gradients of one more microbatch;
+    optimizer_us: the optimizer's step.
 
     microbatches: how often this graph runs in a step, if it has a loop of its own. at_once: backward of each microbatch follows
     its forward; otherwise all forwards come first.
@@ -120,7 +120,6 @@ class StepGraph:
     parameter_bytes: float = 0.0
     gradient_bytes: float = 0.0
     optimizer_bytes: float = 0.0
-    trained_bytes: tuple[float, ...] = ()
     call_us: float = 0.0
     accumulate_us: float = 0.0
     optimizer_us: float = 0.0

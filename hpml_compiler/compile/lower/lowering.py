@@ -27,12 +27,6 @@ log = logging.getLogger("hpml")
 Wanted = Literal["auto", "on", "off"]
 
 
-def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Mark a callable as boxed: it takes its arguments as one list and empties it, so that they can be freed while it runs."""
-    call._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows
-    return call
-
-
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     """Box a function: the callable takes its arguments as one list and empties it."""
 
@@ -41,12 +35,12 @@ def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
         arguments.clear()
         return function(*taken)
 
-    return mark_boxed(call)
+    return compat.mark_boxed(call)
 
 
 def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """Boxed callable that interprets a graph and frees each value, also an argument, after its last use."""
-    return mark_boxed(lambda arguments: torch.fx.Interpreter(gm).boxed_run(arguments))
+    return compat.mark_boxed(lambda arguments: torch.fx.Interpreter(gm).boxed_run(arguments))
 
 
 def values_of(gm: GraphModule) -> list[Any]:
@@ -176,7 +170,7 @@ class Lowering:
                 log.info("regional compilation: %d of the graph's %d calls are compiled, in %d segments of which %d are "
                          "distinct", report.compiled,
                          report.calls, report.segments, report.different)
-                return mark_boxed(blocks.run(made))
+                return compat.mark_boxed(blocks.run(made))
         if not self.inductor:
             return boxed(torch.fx.GraphModule(gm, gm.graph).forward) if self.reuse else interpreted(gm)
         ((_, call),) = compile_in_order([self._whole(bare(gm), inputs, is_backward, is_inference)], ahead)

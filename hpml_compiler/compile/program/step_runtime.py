@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
 
 from hpml_compiler.compile.lower.compile_timer import tell
-from hpml_compiler.compile.lower.lowering import lowering_of_part, mark_boxed
+from hpml_compiler.compile.lower.lowering import lowering_of_part
 from hpml_compiler.compile.program.lowered_stages import CompiledStage
 from hpml_compiler.compile.program.rerun import compiled_rerun
 from hpml_compiler.compile.program.step_program import PipelineLinks, StepProgram
@@ -84,12 +84,12 @@ class StepRuntime:
         else:
             self.runs = FusedForwardBackward(schedule, parts.forward_outputs, parts.loss, parts.saved, self.again)
         run = self.runs.forward
-        return mark_boxed(lambda arguments: run(arguments))
+        return compat.mark_boxed(lambda arguments: run(arguments))
 
     def backward(self) -> Call:
         assert self.runs is not None, "forward must be compiled first"
         run = self.runs.backward
-        return mark_boxed(lambda arguments: run(arguments))
+        return compat.mark_boxed(lambda arguments: run(arguments))
 
     def inference(self) -> Call:
         """Forward alone, of a program without backward."""
@@ -101,7 +101,7 @@ class StepRuntime:
             schedule.all_forward(values, saves=False)
             return schedule.results(values, loop.results)
 
-        return mark_boxed(run)
+        return compat.mark_boxed(run)
 
     def schedule(self) -> MicrobatchLoop:
         """The loop, compiled."""

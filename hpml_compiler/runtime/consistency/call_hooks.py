@@ -8,6 +8,7 @@ from hpml_compiler.runtime.consistency.input_check import InputCheck
 from hpml_compiler.runtime.watchdog.barrier_check import CALLING, all_failed_or_none, note_failure, require_all_ranks
 from hpml_compiler.runtime.watchdog.heartbeat import name_lost_rank, neighbor_is_there
 from hpml_compiler.runtime.watchdog.rank_status import Location, RankStatus
+from passes import compat
 from passes.session_state import state_of
 
 
@@ -58,8 +59,7 @@ def backward_call(call: Callable[[list[Any]], Any], spot: Location, half: InputC
         status.inside = False
         return result
 
-    noted._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's calling convention
-    return noted
+    return compat.mark_boxed(noted)
 
 
 def _raise(error: Exception) -> Any:

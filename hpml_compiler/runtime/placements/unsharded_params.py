@@ -104,13 +104,6 @@ def invalidate(tensors: Iterable[torch.Tensor]) -> None:
                 found.wholes.clear()
 
 
-def cached_unsharded(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Unsharded tensors of these parameters that are in memory now."""
-    locals_of = (parameter._local_tensor for parameter in parameters if isinstance(parameter, DTensor))
-    found = (state_of(UnshardedCache).parts.get(id(part)) for part in locals_of)
-    return [whole for part in found if part is not None for whole in part.wholes.values()]
-
-
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
@@ -166,8 +159,7 @@ class UnshardedInputs:
                 arguments[place] = whole
             return call(arguments)
 
-        with_gathered._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's calling convention
-        return with_gathered
+        return compat.mark_boxed(with_gathered)
 
 
 def unsharded(parameters: Sequence[DTensor], axes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:

@@ -112,7 +112,8 @@ def agreed(names: list[str], rank: int, backends: str) -> RankDevice:
     shared = next((ranks for ranks in sharing.values() if len(ranks) > 1), None)
     if shared is not None and "nccl" in backends:
         raise BadInput(f"ranks {shared} use the same GPU, but nccl needs one GPU per rank",
-                       f"{names[shared[0]]}, process group {backends}", f"{OWN_GPU}; to share a GPU anyway: init_process_group('cpu:gloo,cuda:gloo')")
+                       f"{names[shared[0]]}, process group {backends}",
+                       f"{OWN_GPU}; to share a GPU anyway: init_process_group('cpu:gloo,cuda:gloo')")
     return RankDevice("cuda", len(sharing[names[rank]]))
 
 

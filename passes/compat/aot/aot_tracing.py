@@ -21,6 +21,13 @@ from passes.compat.aot.phase_tags import mark_phases
 from passes.compat.capture.module_paths import straighten
 
 
+def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark a callable as boxed (AOTAutograd's calling convention): it takes its arguments as one list and empties it, so that
+    they can be freed while it runs."""
+    call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return call
+
+
 def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
     """`torch._dynamo.backends.common.aot_autograd`: a backend that traces forward and backward into one graph. `partition_fn`
     receives a graph with a phase tag on every call (`passes.compat.aot.phase_tags`)."""

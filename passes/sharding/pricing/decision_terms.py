@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from passes.cost_model.cost_terms import REDUCING, Kernel, Message, Slice, Term, Update
+from passes.cost_model.cost_terms import REDUCING, Kernel, Message, Slice, Update
 from passes.cost_model.measured.measurement_key import measurement_key_of
 from passes.graph.decision import OperationLayouts
 from passes.graph.layouts import Layout, local_bytes
@@ -147,12 +147,3 @@ def hop_term(value: Value, layout: Layout, axis: int, target: Placement, sizes: 
 def update(value: Value, layout: Layout, sizes: Sizes[N]) -> Update[N]:
     """Term of the optimizer's step over a parameter."""
     return Update(sizes.elements(value, layout), value.spec.dtype)
-
-
-def group_terms(graph: PlacementGraph, operations: Sequence[Operation], layouts: Mapping[int, OperationLayouts],
-                boundary: Iterable[tuple[Value, Layout]], sizes: LocalSizes, keyed: bool = False) -> Iterator[Term[float]]:
-    """All terms of a group of operations; see `group_kernels`."""
-    yield from group_kernels(graph, operations, layouts, boundary, sizes, keyed).values()
-    for op in operations:
-        for _, message in reduction_messages(graph, op, layouts[op.index], sizes):
-            yield message

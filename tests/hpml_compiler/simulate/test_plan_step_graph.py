@@ -12,10 +12,10 @@ from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.errors import Infeasible
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
-from passes.sharding.oracle.decision_step_graph import step_graph as of_decision
 from passes.sharding.search.mesh_placement import MeshPlacement, solve_on_mesh
 from passes.simulation.rank_lanes import RankLanes, one_lane
 from passes.simulation.step_timeline import events
+from tests.passes.sharding.decision_step_graph import step_graph as of_decision
 from tests.passes.traced import annotated_joint, mlp, transformer
 
 

@@ -77,7 +77,8 @@ def test_formats(text, expected):
 def test_microbatches_name_the_parameters_that_they_gather_or_say_all():
     parameters = gpt_graph(2).parameters
     sharded = [name for name, each in parameters.items() if each.bytes_per_device < each.bytes_whole]
-    times = MicrobatchPlan(count=2, share=1.0, before=(), after=(), sums=(), whole=(), loss_inside=True, gathered=tuple(sharded))
+    times = MicrobatchPlan(count=2, share=1.0, before=(), after=(), sums=(), whole=(), loss_inside=True,
+                           gathered=tuple(sharded))
     assert "each gathers all sharded parameters." in describe_microbatches(times, parameters)
     assert len(sharded) > 2
     few = describe_microbatches(times.model_copy(update={"gathered": ("h.0.fc.weight",)}), parameters)

@@ -18,12 +18,12 @@ from passes.hardware.axis import device_axes
 from passes.op_rules.base import Spec
 from passes.sharding.formulation.decision_decoder import pins
 from passes.sharding.oracle.comm_attribution import CommAttribution
-from passes.sharding.oracle.decision_step_graph import step_graph
 from passes.sharding.search.mesh_placement import MeshPlacement, solve_on_mesh
 from passes.sharding.strategies.zero_levels import ZeroRules
 from passes.simulation.rank_lanes import one_lane
 from passes.solver.solvers import SolverOptions
 from tests.passes.graphs import Builder, Prices, V, aten
+from tests.passes.sharding.decision_step_graph import step_graph
 from tests.passes.sharding.exhaustive import Game
 from tests.passes.sharding.formulation.test_placement_problem import training_step
 from tests.passes.sharding.random_graphs import graphs

@@ -1,4 +1,4 @@
-"""Build the step graph of a decision for simulation (`passes.simulation`): its duration and peak before a plan is made.
+"""Build the step graph of a decision: an oracle for those of plans, and a check that a step takes its cost.
 
 Transfers are the paid segments (`passes.sharding.oracle.comm_attribution`); the first operation that reads the end of a
 segment waits for it.
@@ -44,8 +44,6 @@ def step_graph(
         parameter_bytes=cost.parameter_bytes,
         gradient_bytes=cost.gradient_bytes,
         optimizer_bytes=cost.optimizer_bytes,
-        trained_bytes=tuple(local_bytes(graph.values[v], decision.stored(v), decision.axes) for v in decision.inputs
-                            if graph.values[v].kind == "parameter" and graph.values[v].trainable),
         call_us=call_us,
         optimizer_us=cost.optimizer,
     )

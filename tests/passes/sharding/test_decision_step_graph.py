@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.sharding.oracle.decision_step_graph import step_graph
 from passes.sharding.search.mesh_placement import MeshPlacement, solve_on_mesh
 from passes.simulation.rank_lanes import one_lane
 from tests.helpers.axes import axes_of
 from tests.passes.graphs import Prices
+from tests.passes.sharding.decision_step_graph import step_graph
 from tests.passes.sharding.random_graphs import graphs
 
 AXES = axes_of(2, 2)
