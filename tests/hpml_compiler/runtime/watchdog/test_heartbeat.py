@@ -57,7 +57,8 @@ def run_trouble(rank, how):
         call(torch.ones(2))
     except RankLost as error:
         seconds = time.monotonic() - start
-        assert how != "sleeps" or "rank 1 is late: outside of compiled calls for" in told[0] and "has waited for" in told[0], told
+        late = "rank 1 is late: outside of compiled calls for"
+        assert how != "sleeps" or late in told[0] and "has waited for" in told[0], told
         return str(error), seconds
     return "nobody was missed"
 
