@@ -5,14 +5,17 @@ groups as channels, so sharding `g` shards the channels of all operands.
 """
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
 from passes.op_rules.base import Call, Rule, make_rule
 from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
-OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
-"""Number of leading arguments that are operands of the computation; the last of them is the weight."""
+OPERANDS = {"aten::convolution": 2, "aten::convolution_backward": 3}
+"""By name, number of leading arguments that are operands of the computation; the last of them is the weight."""
 
 
 def _letters(call: Call, weight: int, transposed: bool, groups: int) -> tuple[list, list, list, list, dict]:
@@ -29,7 +32,7 @@ def _letters(call: Call, weight: int, transposed: bool, groups: int) -> tuple[li
     )
 
 
-@rule(aten.convolution.default, heavy=True)
+@rule(aten.convolution.default, heavy="convolution")
 def convolution(call: Call) -> Rule:
     """args: input, weight, bias, stride, padding, dilation, transposed, output_padding, groups"""
     x, weight, bias, out, sizes = _letters(call, 1, call.args[6], call.args[8])
@@ -40,7 +43,16 @@ def convolution(call: Call) -> Rule:
     )
 
 
-@rule(aten.convolution_backward.default, heavy=True)
+def _backward_flops(grad: Any, x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> float:
+    """Each wanted gradient costs as much as forward: each weight once per pixel of the output (transposed: input). torch 2.13
+    counts 1 + g forward passes for g groups, in place of 2."""
+    transposed = args[4]
+    pixels = math.prod((x if transposed else grad).shape[2:])
+    wanted = sum(args[7][:2])  # of the input, of the weight
+    return 2.0 * x.shape[0] * pixels * math.prod(weight.shape) * wanted
+
+
+@rule(aten.convolution_backward.default, heavy="convolution", flops=_backward_flops)
 def convolution_backward(call: Call) -> Rule | None:
     """args: grad_output, input, weight, bias_sizes, ..., groups, output_mask; only the results in output_mask
 

@@ -11,6 +11,8 @@ from passes.op_rules.base import Call, Rule, make_rule
 from passes.op_rules.rule_table import rule
 
 aten, prims = torch.ops.aten, torch.ops.prims
+rule(aten.zeros_like.default, aten.new_zeros.default, aten.ones_like.default, aten.new_ones.default, fusion="inlined")
+rule(aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default, flops=0)
 SAME_SHAPE = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default)
 
 
@@ -24,17 +26,17 @@ def _constant(call: Call, value: object) -> Rule:
     return make_rule(call, [[None] * len(o.shape) for o in call.operands], [dims], linear=[[]] if zero else ())
 
 
-@rule(aten.full.default, aten.full_like.default)
+@rule(aten.full.default, aten.full_like.default, fusion="inlined")
 def full(call: Call) -> Rule:
     return _constant(call, call.args[1])
 
 
-@rule(aten.new_full.default)
+@rule(aten.new_full.default, fusion="inlined")
 def new_full(call: Call) -> Rule:
     return _constant(call, call.args[2])
 
 
-@rule(aten.scalar_tensor.default)
+@rule(aten.scalar_tensor.default, fusion="inlined")
 def scalar_tensor(call: Call) -> Rule:
     return _constant(call, call.args[0])
 
@@ -52,9 +54,12 @@ def others(call: Call) -> Rule:
     return _constant(call, None)
 
 
-@rule(prims.iota.default, aten.arange.default, aten.arange.start, aten.arange.start_step)
+@rule(prims.iota.default, aten.arange.default, aten.arange.start, aten.arange.start_step, fusion="inlined")
 def positions(call: Call) -> Rule:
     return make_rule(call, [], ["p"], ordered="p")
+
+
+rule("prims::inductor_random", fusion="fuses")
 
 
 @rule(

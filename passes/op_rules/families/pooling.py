@@ -11,6 +11,8 @@ from passes.op_rules.rule_table import rule
 from passes.op_rules.sum_dtypes import ROUNDED
 
 aten = torch.ops.aten
+rule("prims::_low_memory_max_pool_offsets_to_indices", fusion="inlined")
+rule(aten.max_pool2d_with_indices_backward.default, fusion="fuses")
 
 
 def _per_channel(call: Call, spatial: int, linear: bool) -> Rule:

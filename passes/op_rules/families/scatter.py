@@ -14,6 +14,7 @@ from passes.op_rules.families.table_lookups import in_place, index_letters
 from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
+rule("aten::scatter.reduce", "aten::scatter.value_reduce", fusion="scatters")
 
 
 def _put(call: Call, indices: list, values: int, mask: int | None, accumulate: bool) -> Rule | None:
@@ -58,7 +59,7 @@ def _put_where(call: Call, mask: int, first: int) -> Rule | None:
     return make_rule(call, inputs, [table], linear=[[0, values]])
 
 
-@rule(aten.index_put.default, aten._unsafe_index_put.default)
+@rule(aten.index_put.default, aten._unsafe_index_put.default, fusion="scatters")
 def index_put(call: Call) -> Rule | None:
     """args: self, indices, values, accumulate"""
     given = [x for x in call.args[1] if x is not None]
@@ -67,7 +68,7 @@ def index_put(call: Call) -> Rule | None:
     return _put(call, list(call.args[1]), call.args[2].index, None, bool(call.argument(3, "accumulate", False)))
 
 
-@rule(aten._unsafe_masked_index_put_accumulate.default, heavy=True)
+@rule(aten._unsafe_masked_index_put_accumulate.default, heavy="embedding")
 def masked_index_put_accumulate(call: Call) -> Rule | None:
     """args: self, mask, indices, values"""
     return _put(call, list(call.args[2]), call.args[3].index, call.args[1].index, True)
@@ -93,17 +94,17 @@ def _scatter(call: Call, adds: bool, linear: bool) -> Rule:
     )
 
 
-@rule(aten.scatter.value)
+@rule(aten.scatter.value, fusion="scatters")
 def scatter_value(call: Call) -> Rule:
     return _scatter(call, False, False)
 
 
-@rule(aten.scatter.src)
+@rule(aten.scatter.src, fusion="scatters")
 def scatter_src(call: Call) -> Rule:
     return _scatter(call, False, True)
 
 
-@rule(aten.scatter_add.default)
+@rule(aten.scatter_add.default, fusion="scatters")
 def scatter_add(call: Call) -> Rule:
     return _scatter(call, True, True)
 

@@ -6,6 +6,7 @@ each part. Local sizes and bounds are then the global ones divided by the number
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from passes.op_rules.base import Call, Letter, Rule, make_rule
 from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
+rule("aten::chunk", "aten::narrow", "aten::narrow.Tensor", "aten::split.sizes", operator.getitem, view="part")
 MAX_BLOCKS = 64
 """Most windows per dim. Smaller windows get no letter: sharding inside them would separate neighbors for little gain."""
 
@@ -65,21 +67,21 @@ def _sliced(call: Call, big: tuple[int, ...], position: int) -> tuple[list, list
     return _at(rank, dim, cut.whole), _at(rank, dim, cut.parts[0]), cut.sizes, cut.blocked
 
 
-@rule(aten.slice.Tensor)
+@rule(aten.slice.Tensor, view="part")
 def slice_(call: Call) -> Rule:
     """args: self, dim, start, end, step"""
     whole, part, sizes, blocked = _sliced(call, call.operands[0].shape, 1)
     return make_rule(call, [whole], [part], sizes=sizes, blocked=blocked, linear=[[0]])
 
 
-@rule(aten.slice_scatter.default)
+@rule(aten.slice_scatter.default, fusion="inlined")
 def slice_scatter(call: Call) -> Rule:
     """args: self, source, dim, start, end, step"""
     whole, part, sizes, blocked = _sliced(call, call.results[0].shape, 2)
     return make_rule(call, [whole, part], [whole], sizes=sizes, blocked=blocked, linear=[[0, 1]])
 
 
-@rule(aten.split.Tensor, aten.split_with_sizes.default)
+@rule(aten.split.Tensor, aten.split_with_sizes.default, view="part")
 def split(call: Call) -> Rule:
     """args: self, size or sizes, dim"""
     shape = call.operands[0].shape
@@ -91,7 +93,7 @@ def split(call: Call) -> Rule:
     )
 
 
-@rule(aten.cat.default)
+@rule(aten.cat.default, fusion="fuses")
 def cat(call: Call) -> Rule:
     """args: tensors, dim; empty tensors with one dim are ignored, whatever the rank of the others"""
     out = call.results[0].shape
@@ -107,7 +109,7 @@ def cat(call: Call) -> Rule:
     )
 
 
-@rule(aten.unbind.int)
+@rule(aten.unbind.int, view="part")
 def unbind(call: Call) -> Rule:
     rank = len(call.operands[0].shape)
     dim = call.argument(1, "dim", 0) % rank
@@ -125,7 +127,7 @@ def stack(call: Call) -> Rule:
     )
 
 
-@rule(aten.select.int)
+@rule(aten.select.int, view="part")
 def select(call: Call) -> Rule:
     rank = len(call.operands[0].shape)
     dim = call.args[1] % rank
@@ -134,7 +136,7 @@ def select(call: Call) -> Rule:
     return make_rule(call, [letters], [letters[:dim] + letters[dim + 1 :]], linear=[[0]])
 
 
-@rule(aten.select_scatter.default)
+@rule(aten.select_scatter.default, fusion="inlined")
 def select_scatter(call: Call) -> Rule:
     rank = len(call.results[0].shape)
     dim = call.args[2] % rank
@@ -143,7 +145,7 @@ def select_scatter(call: Call) -> Rule:
     return make_rule(call, [letters, letters[:dim] + letters[dim + 1 :]], [letters], linear=[[0, 1]])
 
 
-@rule(aten.constant_pad_nd.default)
+@rule(aten.constant_pad_nd.default, fusion="inlined")
 def constant_pad_nd(call: Call) -> Rule:
     old, new = call.operands[0].shape, call.results[0].shape
     pads = list(call.args[1]) + [0] * (2 * len(new) - len(call.args[1]))

@@ -11,9 +11,11 @@ from passes.op_rules.base import Call, Rule, aligned, make_rule
 from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
+rule(aten.index.Tensor, aten.gather.default, fusion="fuses")
+rule(aten._unsafe_index.Tensor, fusion="inlined")
 
 
-@rule(aten.embedding.default, heavy=True)
+@rule(aten.embedding.default, heavy="embedding", fusion="fuses")
 def embedding(call: Call) -> Rule:
     index = [("i", d) for d in range(len(call.operands[1].shape))]
     return make_rule(
@@ -21,7 +23,7 @@ def embedding(call: Call) -> Rule:
     )
 
 
-@rule(aten.embedding_dense_backward.default, heavy=True)
+@rule(aten.embedding_dense_backward.default, heavy="embedding")
 def embedding_dense_backward(call: Call) -> Rule:
     """args: gradient, indices, number of rows, padding index, scale_grad_by_freq"""
     index = [("i", d) for d in range(len(call.operands[1].shape))]
@@ -35,7 +37,7 @@ MAX = 2
 """The mode "max" of embedding bags: the position of each maximum is among the results."""
 
 
-@rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, heavy=True)
+@rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, heavy="embedding")
 def embedding_bag(call: Call) -> Rule | None:
     """Bags have data-dependent bounds, so only columns can be sharded; results other than the first are for backward.
 
@@ -50,7 +52,7 @@ def embedding_bag(call: Call) -> Rule | None:
                      aside=[k for k in range(1, len(call.results)) if k != 3 or not greatest])
 
 
-@rule(aten._embedding_bag_backward.default, heavy=True)
+@rule(aten._embedding_bag_backward.default, heavy="embedding")
 def embedding_bag_backward(call: Call) -> Rule | None:
     """args: gradient, indices, offsets, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, ..."""
     inputs = [[None, "h"], *([None] * len(o.shape) for o in call.operands[1:])]

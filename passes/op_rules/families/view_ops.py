@@ -70,7 +70,7 @@ def _reshape(call: Call, operand: int, linear: list[list[int]]) -> Rule:
 
 @rule(
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default,
-    aten.squeeze.dim, aten.squeeze.dims,
+    aten.squeeze.dim, aten.squeeze.dims, view="whole",
 )
 def view(call: Call) -> Rule:
     return _reshape(call, 0, [[0]])
@@ -85,7 +85,7 @@ def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-@rule(aten.as_strided.default)
+@rule(aten.as_strided.default, view="part")
 def as_strided(call: Call) -> Rule | None:
     """A reshape if operand and result are contiguous and have as many elements; else there is no rule."""
     same = call.operands[0].elements == call.results[0].elements and not call.argument(3, "storage_offset", 0)
@@ -103,7 +103,7 @@ def as_strided_scatter(call: Call) -> Rule | None:
     return _reshape(call, 1, [[1], [0, 1]]) if _contiguous(call.operands[1].shape, call.args[3]) else None
 
 
-@rule(aten.view.dtype)
+@rule(aten.view.dtype, view="whole")
 def view_dtype(call: Call) -> Rule:
     """Reinterpret the bits as another dtype; if the item size differs, the last dim changes and stays whole."""
     dims: list = list(range(len(call.results[0].shape)))
@@ -124,19 +124,19 @@ def view_as_complex(call: Call) -> Rule:
     return make_rule(call, [[*dims, None]], [dims], linear=[[0]])
 
 
-@rule(aten.permute.default)
+@rule(aten.permute.default, view="whole")
 def permute(call: Call) -> Rule:
     rank = len(call.operands[0].shape)
     return make_rule(call, [list(range(rank))], [[d % rank for d in call.args[1]]], linear=[[0]])
 
 
-@rule(aten.t.default)
+@rule(aten.t.default, view="whole")
 def t(call: Call) -> Rule:
     rank = len(call.operands[0].shape)
     return make_rule(call, [list(range(rank))], [list(range(rank))[::-1]], linear=[[0]])
 
 
-@rule(aten.transpose.int)
+@rule(aten.transpose.int, view="whole")
 def transpose(call: Call) -> Rule:
     rank = len(call.operands[0].shape)
     order = list(range(rank))
@@ -145,7 +145,7 @@ def transpose(call: Call) -> Rule:
     return make_rule(call, [list(range(rank))], [order], linear=[[0]])
 
 
-@rule(aten.expand.default)
+@rule(aten.expand.default, view="part")
 def expand(call: Call) -> Rule:
     old, new = call.operands[0].shape, call.results[0].shape
     shift = len(new) - len(old)
@@ -157,7 +157,7 @@ def expand(call: Call) -> Rule:
     )
 
 
-@rule(aten.repeat.default)
+@rule(aten.repeat.default, fusion="inlined")
 def repeat(call: Call) -> Rule:
     """Every dim is (repetitions, dim of the operand), and either factor can be sharded."""
     old, new, times = call.operands[0].shape, call.results[0].shape, call.args[1]
@@ -179,7 +179,7 @@ def roll(call: Call) -> Rule:
     return make_rule(call, [letters], [letters], linear=[[0]])
 
 
-@rule(aten.diagonal.default)
+@rule(aten.diagonal.default, view="part")
 def diagonal(call: Call) -> Rule:
     """args: self, offset, dim1, dim2"""
     whole, part = _diagonal_letters(call.operands[0].shape, call.argument(2, "dim1", 0), call.argument(3, "dim2", 1))

@@ -18,7 +18,7 @@ from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION, STORAGE_PR
 from passes.errors import HpmlError
 from passes.graph.fx_nodes import WAIT
 from passes.op_rules.recomputable import is_recomputable
-from passes.op_rules.view_names import VIEWS, view_name
+from passes.op_rules.rule_table import operator_of
 from passes.registry import register
 
 AGAIN = "_again"
@@ -93,7 +93,7 @@ class _RematerializationRewrite:
 
     def _copy(self, node: fx.Node, before: fx.Node) -> fx.Node:
         # Nodes without memory, such as views, are no ops of the program; an element of a tuple belongs to its call.
-        if node.name in self.once or not (node.target is WAIT or view_name(node.target) in VIEWS or is_recomputable(node)):
+        if node.name in self.once or not (node.target is WAIT or operator_of(node.target).view or is_recomputable(node)):
             raise HpmlError(f"{node.name} ({node.target}) cannot be recomputed and is not saved", "rematerialize",
                             "save it: this is a bug in the checkpointing pass")
         with self.graph.inserting_before(before):

@@ -31,8 +31,8 @@ from passes.graph.step_phase import FORWARD
 from passes.graph.user_checkpointing import REGION
 from passes.hardware.axis import AxisKind
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Rule
+from passes.op_rules.call_rules import operand_nodes
 from passes.op_rules.opaque_calls import is_opaque, leaves_of, port_of
-from passes.op_rules.rule_table import operand_nodes
 from passes.registry import register
 from passes.transforms.rewriting.call_appender import CallAppender
 from passes.transforms.rewriting.fake_results import FakeResults

@@ -25,7 +25,7 @@ def mix(call):
 def told(tmp_path, monkeypatch):
     """The fingerprint with a module of this source and environment."""
     rule_table.load()
-    before = dict(rule_table.RULES)
+    before = dict(rule_table.OPERATORS)
 
     def of(source, **environment):
         for name, value in environment.items():
@@ -35,13 +35,13 @@ def told(tmp_path, monkeypatch):
         spec = importlib.util.spec_from_file_location("outside_rules", path)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, "outside_rules", module)
-        rule_table.RULES.clear()
-        rule_table.RULES.update(before)
+        rule_table.OPERATORS.clear()
+        rule_table.OPERATORS.update(before)
         # not through Python's cache of compiled files, which looks at whole seconds
         exec(compile(source, str(path), "exec"), module.__dict__)
         return extension_fingerprint_of()
 
-    with rule_table.RULES.temporary():
+    with rule_table.OPERATORS.temporary():
         yield of
 
 

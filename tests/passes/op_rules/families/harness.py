@@ -34,8 +34,8 @@ from passes.op_rules.base import (
     format_placement,
     strategies,
 )
+from passes.op_rules.call_rules import apply_rule, call_of
 from passes.op_rules.families.view_ops import view_letters
-from passes.op_rules.rule_table import apply_rule, call_of
 from passes.transforms.rewriting.call_inserter import CallInserter
 from passes.transforms.shard.local_call import LocalCall, ShardRange
 from passes.transforms.shard.localization import localize, ordered_ranges, shifted_ranges

@@ -56,8 +56,8 @@ MUTATIONS = [
 def test_a_wrong_rule_fails(case: Sample, mutate, monkeypatch):
     check(case)
     name = rule_table.name_of(case.target)
-    right = rule_table._lookup(case.target)
-    monkeypatch.setitem(rule_table.RULES, name, rule_table.RegisteredRule(lambda call: mutate(right(call)), heavy=False))
+    right = rule_table.operator_of(case.target).rule
+    monkeypatch.setitem(rule_table.OPERATORS, name, rule_table.Operator(lambda call: mutate(right(call))))
     with pytest.raises(AssertionError):
         check(case)
 
