@@ -15,9 +15,11 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
+from torch.fx import Node
 
 from passes.compat import OpOverload
 from passes.op_rules.base import RuleFunction
+from passes.op_rules.local_call import Insert, LocalCall
 from passes.registrations import Registrations
 
 FAMILIES = (
@@ -40,6 +42,9 @@ class Operator:
     view: View | None = None
     recomputable: bool | None = None
     fusion: Fusion | None = None
+    sizes: int | None = None
+    local: Callable[[LocalCall, Insert], Node] | None = None
+    layout: Callable[[torch.Tensor], bool] | None = None
     external: bool = False
 
     @property
@@ -69,7 +74,8 @@ def packet_name(target: Any) -> str:
 
 def rule(*targets: Any, heavy: Heavy | bool | None = None, flops: Callable[..., float] | float | None = None,
          view: View | None = None, recomputable: bool | None = None, fusion: Fusion | None = None,
-         ) -> Callable[[RuleFunction], RuleFunction]:
+         sizes: int | None = None, local: Callable[[LocalCall, Insert], Node] | None = None,
+         layout: Callable[[torch.Tensor], bool] | None = None) -> Callable[[RuleFunction], RuleFunction]:
     """Register what is known about operators, given themselves or by name (`"my_ops::rotate"`).
 
     Used as a decorator, it also registers the function that gives their sharding rule; a call alone registers the rest, for
@@ -87,12 +93,16 @@ def rule(*targets: Any, heavy: Heavy | bool | None = None, flops: Callable[..., 
         "scatters", the same unless it needs atomic additions that the device lacks; "inlined", a part of the kernels that read
         the result; "costly", the same, but on CPUs not computed twice. Default: "inlined" for pointwise
         ones by torch's tag, else "none".
+    sizes: position of the argument that is the shape of the first result; a rank gives its local shape.
+    local: makes the call on a rank's operands, for operators with other arguments that depend on sizes, or with indices or
+        positions in a split dim. Default: the same call on local operands.
+    layout: whether the kernel takes an operand with these strides; others are copied to contiguous memory. Default: any.
 
     Raises ValueError if the same is registered twice.
     """
     module = sys._getframe(1).f_globals.get("__name__", "")
     given = {"heavy": "embedding" if heavy is True else heavy or None, "flops": flops, "view": view,
-             "recomputable": recomputable, "fusion": fusion}
+             "recomputable": recomputable, "fusion": fusion, "sizes": sizes, "local": local, "layout": layout}
     names = [*map(name_of, targets)]
 
     def add(found: dict[str, Any], by: str) -> None:

@@ -47,7 +47,18 @@ def grouped_mm_fallback_backward(call: Call) -> Rule:
     )
 
 
-@rule("aten::_grouped_mm", heavy="matmul", flops=grouped_mm_flops)
+def _matrices_packed(value: torch.Tensor) -> bool:
+    """True if rows or columns are contiguous and aligned."""
+    if value.dim() < 2:
+        return True
+    unit = ALIGNMENT_BYTES // value.element_size()
+    (rows, columns), (by_row, by_column) = value.shape[-2:], value.stride()[-2:]
+    return (by_column == 1 and by_row >= columns and by_row % unit == 0) or (
+        by_row == 1 and by_column >= rows and by_column % unit == 0
+    )
+
+
+@rule("aten::_grouped_mm", heavy="matmul", flops=grouped_mm_flops, layout=_matrices_packed)
 def grouped_mm(call: Call) -> Rule:
     """One matrix per group. Groups are runs of rows of the first operand, of columns of the second, of the summed dim of
     both (gradients of the matrices), or, without offsets, the first dim of both.

@@ -26,6 +26,7 @@ from passes.graph.shard_offset import ShardOffset
 from passes.hardware.axis import Axes, AxisKind, time_axis
 from passes.json_records import FrozenMap
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE
+from passes.op_rules.local_call import reshape
 from passes.transforms.microbatch.loop_markers import ADD_UP, PUT_TOGETHER, TAKE
 from passes.transforms.rewriting.call_inserter import CallInserter
 from passes.transforms.shard.rank_coordinate import begin_of, is_small, part_from
@@ -216,9 +217,3 @@ class Redistributor:
                 if (d, k) < source[axis]:
                     inside *= f
         return self._from_front(insert, received, inside, n, local_shape(value, target, self.groups.axes))
-
-
-def reshape(insert: CallInserter, x: Node, shape: Sequence[int]) -> Node:
-    """A view if the strides allow it, else a copy: decided at run time, because fake values may not have the strides
-    of real ones (CPU attention) and lowering may choose others."""
-    return insert(aten.reshape.default, x, list(shape))

@@ -32,14 +32,15 @@ from passes.graph.user_checkpointing import REGION
 from passes.hardware.axis import AxisKind
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Rule
 from passes.op_rules.call_rules import operand_nodes
+from passes.op_rules.local_call import LocalCall
 from passes.op_rules.opaque_calls import is_opaque, leaves_of, port_of
 from passes.registry import register
 from passes.transforms.rewriting.call_appender import CallAppender
 from passes.transforms.rewriting.fake_results import FakeResults
-from passes.transforms.shard.local_call import LocalCall, ShardRange
 from passes.transforms.shard.localization import localize, ordered_ranges, shifted_ranges
 from passes.transforms.shard.output_strides import with_traced_strides
 from passes.transforms.shard.redistributor import MeshGroups, Redistributor
+from passes.transforms.shard.shard_range import ShardRange
 
 
 class Sharder:

@@ -36,9 +36,10 @@ from passes.op_rules.base import (
 )
 from passes.op_rules.call_rules import apply_rule, call_of
 from passes.op_rules.families.view_ops import view_letters
+from passes.op_rules.local_call import LocalCall
 from passes.transforms.rewriting.call_inserter import CallInserter
-from passes.transforms.shard.local_call import LocalCall, ShardRange
 from passes.transforms.shard.localization import localize, ordered_ranges, shifted_ranges
+from passes.transforms.shard.shard_range import ShardRange
 
 AXIS_SIZES = (2, 3, 4)
 inductor_decompositions()  # some primitives are registered when inductor's lowerings are imported

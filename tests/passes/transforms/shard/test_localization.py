@@ -12,9 +12,10 @@ from torch import fx
 from passes import compat
 from passes.graph.shard_offset import ShardOffset
 from passes.op_rules.base import Rule
+from passes.op_rules.local_call import LocalCall
 from passes.transforms.rewriting.call_inserter import CallInserter
-from passes.transforms.shard.local_call import LocalCall, ShardRange
 from passes.transforms.shard.localization import localize, ordered_ranges, shifted_ranges
+from passes.transforms.shard.shard_range import ShardRange
 
 aten, prims = torch.ops.aten, torch.ops.prims
 RULED = Rule((), (), {})
