@@ -51,3 +51,19 @@ def test_a_fingerprint_follows_what_rules_from_outside_say(told):
     assert first and told(SOURCE) == first
     assert told(SOURCE.replace('["rv"], ["rv"]', '["rx"], ["rx"]')) != first
     assert told(SOURCE, OUTSIDE_BLOCKED="r") != first  # the same source, with another constant
+
+
+@pytest.mark.parametrize("facts", ["{'flops': N}", "{'sizes': N}", "{'view': V}", "{'recomputable': N < 7}", "{'fusion': F}",
+                                   "{'heavy': N < 7}", "{'flops': lambda x, out_val: N}", "{'local': partial(print, N)}"])
+def test_a_fingerprint_follows_all_that_is_registered(told, facts):
+    """The source of the two is the same; numbers and texts in it come from the environment."""
+    source = f"""
+import os
+from functools import partial
+from passes.op_rules.rule_table import rule
+def registered(N, V, F):
+    rule("outside::mix", **{facts})
+registered(int(os.environ["N"]), os.environ["V"], os.environ["F"])
+"""
+    first = told(source, N="6", V="part", F="none")
+    assert first and told(source, N="6", V="part", F="none") == first != told(source, N="7", V="whole", F="fuses")
