@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from passes.checkpointing import checkpoint_ilp
-from passes.checkpointing.layers.equal_layers import decide_alike
+from passes.checkpointing.layers.equal_layers import decide_alike, equal_layers
 from passes.checkpointing.layers.layer_folding import split_layers
 from passes.checkpointing.peak_moves import can_lower_peak
 from passes.errors import Infeasible
@@ -80,6 +80,8 @@ def choose_saved(tape: StorageProgram, budget_bytes: float, options: SolverOptio
     search.improve(offloading=False)
     if tape.offloadable:  # a separate program: it is twice as large, and finds less in its time
         search.improve(offloading=True)
+    if search.best() is None:
+        search.start_from_layers(least)
     if search.best() is None:  # without the budget, so that the reported minimum is reproducible
         least = search.shrink(least)
     if search.best() is None:
@@ -193,6 +195,13 @@ class _CheckpointSearch:
             over = around.peak - self.budget_bytes
             within = self.budget_bytes if over <= 0 else max(within - TIGHTER * over, 0.5 * self.budget_bytes)
 
+    def start_from_layers(self, around: MemoryTrace) -> None:
+        """Let equal layers save the same values, at the least those that they hand on, as where a script checkpoints each of
+        them, and improve that: the program's answers around other choices may all hold more."""
+        decide_alike(around, self.budget_bytes, self.look)
+        if self.best() is not None:
+            self.improve(offloading=bool(self.tape.offloadable))
+
     def _solve(self, around: MemoryTrace, within: float | None, offloading: bool = True) -> checkpoint_ilp.Choice | None:
         program = (around.kept, around.offloaded), within, offloading and bool(self.tape.offloadable)
         if program not in self.solved:
@@ -215,11 +224,14 @@ class _CheckpointSearch:
         return least
 
     def _step_down(self, least: MemoryTrace) -> MemoryTrace | None:
-        """Add, drop, swap or move one or two storages so that the peak falls; None if there is no such change."""
+        """Add, drop, swap or move one or two storages, or those of all equal layers, so that the peak falls; None if there is
+        no such change."""
         largest, matter = self._largest_first(), can_lower_peak(least)
         changes = ({s} for s in largest), itertools.combinations(largest[:PAIRS_OF], 2)
-        kept = ((least.kept ^ frozenset(change), least.offloaded)
-                for change in itertools.chain(*changes) if not matter.isdisjoint(change))
+        places = (frozenset(place).intersection(largest) for layers in equal_layers(self.tape) for place in zip(*layers))
+        alike = (kept for place in places if place for kept in (least.kept - place, least.kept | place))
+        kept = ((choice, least.offloaded) for choice in itertools.chain(
+            (least.kept ^ frozenset(change) for change in itertools.chain(*changes) if not matter.isdisjoint(change)), alike))
         elsewhere = sorted((self.tape.offloadable - least.offloaded) & matter, key=lambda s: -self.tape.storages[s].nbytes)
         for choice in itertools.chain(((least.kept | {s}, least.offloaded | {s}) for s in elsewhere), kept):
             if self.is_over:

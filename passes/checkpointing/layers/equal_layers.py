@@ -25,11 +25,16 @@ Look = Callable[[frozenset[int], frozenset[int]], MemoryTrace]
 
 
 def decide_alike(found: MemoryTrace, budget_bytes: float, look: Look) -> MemoryTrace:
-    """The fastest trace within the budget in which equal layers save the same values in at most two variants; `found` where
-    none fits. look: trace of a choice of saved storages, and of offloaded ones."""
+    """The fastest trace within the budget in which equal layers save the same values in at most two variants; where none fits,
+    `found` if that does, or else the one with the lowest peak. look: trace of a choice of saved storages, and of offloaded
+    ones."""
     for layers in equal_layers(found.tape):
-        fitting = [each for each in _alike(found, layers, budget_bytes, look) if each.peak <= budget_bytes]
-        found = min(fitting, key=lambda each: (each.us, each.peak), default=found)
+        tried = list(_alike(found, layers, budget_bytes, look))
+        fitting = [each for each in tried if each.peak <= budget_bytes]
+        if fitting:
+            found = min(fitting, key=lambda each: (each.us, each.peak))
+        elif found.peak > budget_bytes:
+            found = min([found, *tried], key=lambda each: each.peak)
     return found
 
 

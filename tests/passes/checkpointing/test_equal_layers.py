@@ -1,6 +1,8 @@
 """A decision about equal layers -> the same values are saved in each, in at most two variants, within the budget."""
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from passes.checkpointing.checkpoint_search import choose_saved
@@ -46,3 +48,18 @@ def test_no_mixture_of_two_variants_that_fits_is_faster():
                 kept = {layer[k] for n, layer in enumerate(layers) for k in (one if n < number else other)}
                 tried = simulate_memory(tape, frozenset((free.walk.kept - own) | (kept & {*tape.candidates})))
                 assert tried.peak > budget or tried.us >= alike.us
+
+
+@pytest.mark.parametrize("seed", [20, 23, 43])
+def test_a_budget_that_equal_layers_meet_is_not_refused(seed):
+    """The least that layers hold which all save the same, by trying out every choice."""
+    tape = layered(seed, 14)
+    (layers,) = equal_layers(tape)
+    own = {s for layer in layers for s in layer}
+    others = frozenset(s for s in tape.candidates if s not in own and not tape.runs[tape.maker(s)].inlined)
+    places = [frozenset(place) & {*tape.candidates} for place in zip(*layers)]
+    tried = [simulate_memory(tape, others.union(*some) - tape.never_kept)
+             for count in range(len(places) + 1) for some in itertools.combinations(places, count)]
+    budget = min(each.peak for each in tried)
+    for suggested in ([], [frozenset(tape.wanted) & {*tape.candidates}]):
+        assert choose_saved(tape, budget, suggested=suggested).walk.peak <= budget
