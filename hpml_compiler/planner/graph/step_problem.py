@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from torch.fx import GraphModule
 
@@ -48,6 +48,9 @@ class StepProblem:
     fixed_mesh: Mapping[str, int] | None = None
     rows: frozenset[str] = frozenset()
     device: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "analyze", cache(self.analyze))  # copies of the problem share one analysis
 
     @cached_property
     def annotated(self) -> AnalyzedGraph:
