@@ -64,8 +64,7 @@ class OfflinePlanner:
 
     def plan(self, traces: TracedModel, allowance: WorkLimit) -> list[GraphPlan]:
         """Plans of all graphs: of a deep model from the trace of a few of its layers, where that is sound."""
-        every = self.options.chooses_saved and self.options.stage_ranks > 1
-        if not every and traces.shortened is not None:
+        if traces.shortened is not None:
             folded, annotated = traces.shortened
             try:
                 return [self._of_few_layers(self.problem("graph_0", traces.few, annotated, allowance, folded))]

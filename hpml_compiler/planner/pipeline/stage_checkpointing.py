@@ -18,7 +18,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem, tape_of_segment
 from hpml_compiler.planner.checkpointing.offload_cost import offload_price
 from hpml_compiler.planner.graph.graph_planning import PlanResult
-from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext
+from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, GraphMemory, StepContext
 from hpml_compiler.planner.graph.microbatching import loss_of
 from hpml_compiler.planner.graph.step_problem import StepProblem
 from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage
@@ -93,6 +93,11 @@ def memory_of_parameters(annotated: AnalyzedGraph, planned: PlanResult | None, s
                      v.trainable * memory.optimizer * stored[v.name] / trained) for v in values}
 
 
+def fullest_of(memory: Sequence[GraphMemory]) -> GraphMemory:
+    """Memory of the rank that holds most."""
+    return max(memory, key=lambda each: each.parameters + each.optimizer + max(each.gradients, each.saved))
+
+
 def given_stages(step: StepProblem) -> GraphPlan | None:
     """The plan of this graph that the options give, before the graph is changed; none for a step that is compiled again. Raises
     PlanMismatch."""
@@ -143,6 +148,10 @@ class StageCheckpointing:
     def options(self) -> Options:
         return self.sharing.options
 
+    @property
+    def budgeted(self) -> bool:
+        return self.sharing.budget != NO_LIMIT
+
     def memory(self, rank: int) -> GraphMemory:
         """Memory of a rank besides what its stages save."""
         own = [each for name, each in self.parameters.items() if self.owners.get(name, rank) == rank]
@@ -154,7 +163,7 @@ class StageCheckpointing:
         decisions for all stages."""
         memory = [replace(self.memory(rank), saved=sum(kept[k].saved_bytes for k in self.step.stages_of(rank)))
                   for rank in range(len(self.step.table.actions))]
-        return max(memory, key=lambda each: each.parameters + each.optimizer + max(each.gradients, each.saved))
+        return fullest_of(memory)
 
     def in_flight(self, stage: int) -> int:
         """Most microbatches of a stage that have saved values at a time."""
