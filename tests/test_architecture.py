@@ -77,7 +77,7 @@ LONG = {
 }
 """Files of more than MOST_LINES, and why."""
 
-STATE = {"state": "passes.session_state", "PASSES": "passes.registry", "RULES": "passes.op_rules.rule_table"}
+STATE = {"state": "passes.session_state", "PASSES": "passes.registry", "OPERATORS": "passes.op_rules.rule_table"}
 """Objects at the top of a module that functions change: the state of the session that is open, of which there is one in a
 process, and what importing a module registers. All other state ends with the session."""
 

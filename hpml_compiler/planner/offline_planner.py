@@ -64,8 +64,7 @@ class OfflinePlanner:
 
     def plan(self, traces: TracedModel, allowance: WorkLimit) -> list[GraphPlan]:
         """Plans of all graphs: of a deep model from the trace of a few of its layers, where that is sound."""
-        every = self.options.chooses_saved and self.options.stage_ranks > 1
-        if not every and traces.shortened is not None:
+        if traces.shortened is not None:
             folded, annotated = traces.shortened
             try:
                 return [self._of_few_layers(self.problem("graph_0", traces.few, annotated, allowance, folded))]
@@ -98,7 +97,7 @@ class OfflinePlanner:
                                                 leaves=False),
             traced.forward_outputs, self.options, self.cluster, allowance, count, traced, folded=folded)
         if count > 1 and folded is None:
-            step = replace(step, analyze_full=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs))
+            step = replace(step, whole=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs))
         if not self.options.chooses_saved:
             return step
         sharing = self._sharing(step)
@@ -119,7 +118,7 @@ class OfflinePlanner:
         if decided.fullest is not None:
             self.graphs[step.name] = decided.fullest
         elif sharing is not None and kept is not None:
-            held = sharing.replicated if planned is None else DryRun(step, decision.microbatches).memory(planned)
+            held = sharing.whole if planned is None else DryRun(step, decision.microbatches).held(planned)
             self.graphs[step.name] = replace(held, saved=kept.saved_bytes)
         if record is None:
             assert kept is not None, "one device is planned at once without a budget"

@@ -11,7 +11,6 @@ from hpml_compiler.simulate.checkpointing_view import CheckpointingView
 from passes.cost_model.efficiency_curves import item_bytes
 from passes.graph.step_phase import BACKWARD, FORWARD
 from passes.hardware.axis import Axes, device_axes
-from passes.op_rules.view_names import VIEWS, view_name
 from passes.simulation.step_graph import StepCall, When, returned_gradients, with_gradients
 
 
@@ -42,10 +41,10 @@ class LocalView:
     @cached_property
     def calls(self) -> tuple[StepCall, ...]:
         """The calls of the graph, without times and bytes."""
-        from passes.analyses.inductor_fusion import is_costly, is_fusing_target, is_inlined, target_of
+        from passes.analyses.inductor_fusion import is_costly, is_fusing_target, is_inlined
         from passes.op_rules.families.convolutions import OPERANDS
+        from passes.op_rules.rule_table import name_of, operator_of
 
-        targets = {name: target_of(each.op) for name, each in self.graph.operations.items()}
         found = tuple(
             StepCall(
                 name=name,
@@ -54,12 +53,12 @@ class LocalView:
                 us=0.0,
                 reads=tuple(zip(each.sources, each.inputs)),
                 saved=each.saved if self.kept is None else self.kept.saved[name],
-                view_of=each.sources[0] if each.sources and view_name(each.op) in VIEWS else None,
-                scratch_bytes=self._scratch_bytes(each, OPERANDS.get(targets[name], 0)),
+                view_of=each.sources[0] if each.sources and operator_of(each.op).view else None,
+                scratch_bytes=self._scratch_bytes(each, OPERANDS.get(name_of(each.op), 0)),
                 kernel=each.kind,
-                inlined=is_inlined(targets[name]),
-                fusing=is_fusing_target(targets[name]),
-                costly=is_costly(targets[name]),
+                inlined=is_inlined(each.op),
+                fusing=is_fusing_target(each.op),
+                costly=is_costly(each.op),
                 runs=self.graph.runs(each),
                 again_us=None if self.kept is None else self.kept.again_us.get(name),
                 when=self.when.get(name, "loop"),

@@ -24,8 +24,7 @@ from passes.graph.graph_copy import copy_graph
 from passes.graph.placement_graph import PlacementGraph, block_class
 from passes.graph.step_phase import BACKWARD
 from passes.op_rules.opaque_calls import port_of
-from passes.op_rules.rule_table import is_random
-from passes.op_rules.view_names import VIEWS, view_name
+from passes.op_rules.rule_table import is_random, operator_of
 from passes.registry import register
 
 
@@ -48,8 +47,8 @@ class FindPartitionerChoice(AnalysisPass):
 
 def _viewed(node: fx.Node) -> fx.Node:
     """The node that a node is a view of, itself if it is none; an element of a tuple stays that element."""
-    while view_name(node.target) in VIEWS and (
-            isinstance(node.args[0].meta.get("val"), torch.Tensor) or view_name(node.args[0].target) in VIEWS):
+    while operator_of(node.target).view and (
+            isinstance(node.args[0].meta.get("val"), torch.Tensor) or operator_of(node.args[0].target).view):
         node = node.args[0]
     return node
 

@@ -22,22 +22,11 @@ from passes.graph.placement_graph import InputKind, Operation, PlacementGraph, V
 from passes.graph.step_phase import BACKWARD, FORWARD
 from passes.json_records import FrozenMap
 from passes.op_rules.base import REPLICATE, Factors, Rule, Spec, Strategy, strategies
+from passes.op_rules.call_rules import call_of, operand_nodes, rule_of_call, spec_of
 from passes.op_rules.opaque_calls import is_opaque, is_plain, leaves_of, port_of
-from passes.op_rules.rule_table import call_of, is_heavy, operand_nodes, rule_of_call, spec_of
-from passes.op_rules.view_names import VIEWS, view_name
+from passes.op_rules.rule_table import operator_of
 
 aten = torch.ops.aten
-
-
-def kind_of(target: Any) -> str:
-    if not is_heavy(target):
-        return "view" if view_name(target) in VIEWS else "pointwise"
-    name = str(target)
-    if "attention" in name:
-        return "attention"
-    if "convolution" in name:
-        return "convolution"
-    return "matmul" if "mm" in name else "embedding"
 
 
 class _PlacementGraphBuilder:
@@ -84,7 +73,7 @@ class _PlacementGraphBuilder:
             self.unruled.setdefault(str(node.target), []).append(node.name)
         self.rules.append(rule)
         self.operations.append(Operation(
-            index=len(self.operations), name=node.name, target=str(node.target), kind=kind_of(node.target),
+            index=len(self.operations), name=node.name, target=str(node.target), kind=operator_of(node.target).kind,
             inputs=inputs, outputs=outputs, strategies=(), flops=float(self.flops(node)),
             phase=BACKWARD if is_backward(node) else FORWARD, block=self.blocks[node], ruled=rule is not None,
             linear=rule is not None and any(0 in group for group in rule.linear),

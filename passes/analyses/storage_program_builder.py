@@ -14,7 +14,6 @@ from torch.fx import GraphModule, Node
 
 from passes.analyses.flops import FLOPS
 from passes.analyses.inductor_fusion import is_costly, is_fusing, is_inlined, scratch_bytes
-from passes.analyses.placement_graph_builder import kind_of
 from passes.annotations import read, write
 from passes.base import AnalysisPass
 from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM
@@ -26,10 +25,10 @@ from passes.graph.graph_signature import input_position
 from passes.graph.module_blocks import assign_blocks
 from passes.graph.user_checkpointing import UserPolicy, user_policy_of
 from passes.json_records import FrozenMap
+from passes.op_rules.call_rules import spec_of
 from passes.op_rules.opaque_calls import leaves_of
 from passes.op_rules.recomputable import is_recomputable
-from passes.op_rules.rule_table import is_heavy, spec_of
-from passes.op_rules.view_names import VIEWS, view_name
+from passes.op_rules.rule_table import operator_of, packet_name
 from passes.registry import register
 from passes.simulation.memory.storage_program import Microbatches, ProgramOp, Storage, StorageProgram
 
@@ -72,9 +71,9 @@ class BuildStorageProgram(AnalysisPass):
     recompute: Pins = ()
 
     def run(self, graph_module: GraphModule) -> None:
-        program = replace(_StorageProgramReader(graph_module, self).program(), microbatches=self.microbatches)
-        program = pin_recomputation(program, self.recompute) if self.recompute else program
-        write(STORAGE_PROGRAM, graph_module, fold_layers(program, self.lists, self.layers) if self.lists else program)
+        tape = replace(_StorageProgramReader(graph_module, self).tape(), microbatches=self.microbatches)
+        tape = pin_recomputation(tape, self.recompute) if self.recompute else tape
+        write(STORAGE_PROGRAM, graph_module, fold_layers(tape, self.lists, self.layers) if self.lists else tape)
 
 
 class _StorageProgramReader:
@@ -92,7 +91,7 @@ class _StorageProgramReader:
         self.backward: set[Node] = set()
         self.blocks = assign_blocks(gm)
 
-    def program(self) -> StorageProgram:
+    def tape(self) -> StorageProgram:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder" or node.op == "get_attr":
                 self._given(node)
@@ -101,11 +100,11 @@ class _StorageProgramReader:
         outputs = list(self.gm.graph.output_node().args[0])
         returned = frozenset(self._numbers(outputs[: self.forward_outputs]))
         gradients = frozenset(self._numbers(outputs[self.forward_outputs:]))
-        there = {s for s, storage in enumerate(self.storages) if storage.input_phase == "forward"}
+        there = {s for s, storage in enumerate(self.storages) if storage.given == "forward"}
         if self.received is not None:  # nobody has them until backward: they are sent on, or collected, when forward is over
             self.runs.append(ProgramOp(SEND, False, 0.0, tuple(returned - there), ()))
             returned = frozenset[int]()
-        named = tuple(replace(storage, name=base, pinned=said)
+        named = tuple(replace(storage, name=base, said=said)
                       for storage, base, said in zip(self.storages, self.bases, self.said, strict=True))
         return StorageProgram(tuple(self.runs), named, returned - there, gradients - there)
 
@@ -159,7 +158,7 @@ class _StorageProgramReader:
                 self.runs.append(
                     ProgramOp(node.name, node in self.backward, 0.0, reads, (), block=self.blocks[node], waits_for=maker))
             return
-        if view_name(node.target) in VIEWS and reads:  # passes that replace its base leave its memory unchanged
+        if operator_of(node.target).view and reads:  # passes that replace its base leave its memory unchanged
             for leaf in leaves:
                 self.number.setdefault(memory_of(leaf), reads[0])
             return
@@ -181,15 +180,15 @@ class _StorageProgramReader:
             self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing,
             pointwise and (self.device or leaves[0].device.type) == "cpu" and is_costly(node.target), self.blocks[node],
             _workspace(node, leaves, self.device), scratch_bytes=scratch_bytes(node),
-            multiplies_activations="bmm" in view_name(node.target) and not any(self.storages[s].input_phase for s in reads),
+            multiplies_activations="bmm" in packet_name(node.target) and not any(self.storages[s].given for s in reads),
             of_backward=node.meta.get("partitioner_tag") == "is_backward"))
 
     def _gathers_inputs(self, node: Node, reads: tuple[int, ...]) -> bool:
-        return "all_gather" in view_name(node.target) and all(self.storages[s].input_phase for s in reads)
+        return "all_gather" in packet_name(node.target) and all(self.storages[s].given for s in reads)
 
     def _is_repeatable(self, node: Node) -> bool:
         return is_recomputable(node) and (
-            not is_collective(node.target) or view_name(node.target) in COLLECTIVES and _group(node) in self.axis_of)
+            not is_collective(node.target) or packet_name(node.target) in COLLECTIVES and _group(node) in self.axis_of)
 
     def _said(self, node: Node, reads: tuple[int, ...]) -> UserPolicy:
         """Backward results computed from recomputed values are recomputed, too: they may need no gradient, as 1 - tanh²
@@ -208,15 +207,15 @@ class _StorageProgramReader:
             return self._collective_us(node, leaves) if self._is_repeatable(node) else 0.0
         operands = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
         nbytes = float(sum(map(_nbytes, operands)) + sum(map(_nbytes, leaves)))
-        if is_heavy(node.target):
-            kernel = Kernel(read(FLOPS, node), nbytes, spec_of(leaves[0]).dtype, kind_of(node.target))
+        if operator_of(node.target).heavy:
+            kernel = Kernel(read(FLOPS, node), nbytes, spec_of(leaves[0]).dtype, operator_of(node.target).kind)
             return float(price(kernel, self.prices))
         if pointwise:
             nbytes = INLINED_SHARE * sum(map(_nbytes, leaves))
         return float(copy(nbytes, self.prices) - copy(0.0, self.prices))
 
     def _collective_us(self, node: Node, leaves: list[torch.Tensor]) -> float:
-        kind = COLLECTIVES[view_name(node.target)]
+        kind = COLLECTIVES[packet_name(node.target)]
         moved = sum(map(_nbytes, leaves)) if kind == "all_gather" else _nbytes(node.args[0].meta["val"])
         return float(self.prices.collective(kind, self.axis_of[_group(node)], moved))
 
@@ -245,7 +244,7 @@ def _workspace(node: Node, leaves: list[torch.Tensor], device: str) -> int:
     has its buffers from the start."""
     if not is_collective(node.target) or not leaves or (device or leaves[0].device.type) != "cpu":
         return 0
-    name = view_name(node.target)
+    name = packet_name(node.target)
     if "all_gather" in name:  # a coalesced one also concatenates its operands
         sent = [x.meta["val"] for x in node.all_input_nodes] if len(leaves) > 1 else []
         return sum(map(_nbytes, [*leaves, *sent]))

@@ -30,10 +30,10 @@ def pin_recomputation(program: StorageProgram, pins: Pins) -> StorageProgram:
         run = program.runs[program.maker(s)]
         mode = _mode(run.block, pins)
         if run.of_backward:  # recomputed with the values that it reads, in whatever block these are
-            if any(storages[each].pinned == "again" for each in run.reads):
-                storages[s] = replace(storages[s], pinned="again")
-        elif mode != "auto" and not storages[s].pinned:
-            storages[s] = replace(storages[s], pinned="keep" if mode == "none" or s in saved else "again")
+            if any(storages[each].said == "again" for each in run.reads):
+                storages[s] = replace(storages[s], said="again")
+        elif mode != "auto" and not storages[s].said:
+            storages[s] = replace(storages[s], said="keep" if mode == "none" or s in saved else "again")
     return replace(program, storages=tuple(storages))
 
 

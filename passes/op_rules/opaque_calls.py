@@ -14,21 +14,18 @@ import torch
 from torch.fx import Node
 
 from passes.compat import OpOverload, depends_on_data, pytree
-
-RULED = ("flex_attention", "flex_attention_backward")
-"""Higher-order operators whose graphs a rule looks into."""
-
+from passes.op_rules.rule_table import has_rule
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def is_opaque(node: Node) -> bool:
     """True if a `call_function` node must be copied as it is, with whole operands."""
-    known = str(node.target) in RULED
-    if not (known or isinstance(node.target, OpOverload)):
-        return True  # another higher-order operator, or arithmetic on numbers
+    calls_graphs = not isinstance(node.target, OpOverload)
+    if calls_graphs and not has_rule(node.target):
+        return True  # a higher-order operator whose graphs no rule looks into, or arithmetic on numbers
     leaves = pytree.tree_leaves((node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
-    values = [x.meta.get("val") for x in leaves if isinstance(x, Node) and not (known and x.op == "get_attr")]
+    values = [x.meta.get("val") for x in leaves if isinstance(x, Node) and not (calls_graphs and x.op == "get_attr")]
     parts = [part for _, part in leaves_of(node.meta.get("val")) if part is not None]
     if not any(isinstance(x.meta.get("val"), NUMBERS) for x in node.users):
         # Numbers that nobody reads: kernels of attention on GPUs return the lengths of their operands.

@@ -4,7 +4,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from passes.op_rules.opaque_calls import is_opaque
-from passes.op_rules.rule_table import is_random
+from passes.op_rules.rule_table import is_random, operator_of
 
 
 def uses_rng(node: Node) -> bool:
@@ -22,6 +22,8 @@ def uses_rng(node: Node) -> bool:
 def is_recomputable(node: Node) -> bool:
     """True if a second call returns the same and has no other effect. A collective may be recomputed: all ranks have
     the same calls in the same order, including recomputed ones."""
+    if operator_of(node.target).recomputable is False:
+        return False
     if is_random(node.target):
         return not uses_rng(node)
     return not (node.is_impure() or is_opaque(node)

@@ -1,69 +1,126 @@
-"""The table of op rules: which function gives the rule of an operator.
+"""The table of operators: what is known about each, and the one function that registers it, `rule`.
 
-A family (a file beside this one) registers its functions with `@rule(op, ...)`; operators that torch tags pointwise
-need no entry, and those that it tags as drawing random numbers are left whole. `rule_of(node)` reads the call off an FX
-node and asks the table.
+A family (a file in `passes.op_rules.families`) says everything about its operators; users say it about theirs in the same way.
+Operators that torch tags as pointwise, random or reductions need no entry: the entries "pointwise", "random" and "reduction"
+hold for them, except for what is said about them by name.
 """
 from __future__ import annotations
 
 import importlib
-import logging
+import re
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.fx import Node
 
-from passes.compat import OpOverload, depends_on_data, pytree, size_hint, static_int
-from passes.op_rules.base import Call, Operand, Rule, RuleFunction, Spec
-from passes.op_rules.opaque_calls import leaves_of
+from passes.compat import OpOverload
+from passes.op_rules.base import RuleFunction
+from passes.op_rules.local_call import Insert, LocalCall
 from passes.registrations import Registrations
-from passes.session_state import state_of
 
 FAMILIES = (
     "attention", "convolutions", "creation", "table_lookups", "flex_kernels", "linalg", "matmul", "pointwise_ops", "pooling",
     "quantized", "reductions", "moe", "grid_sampling", "scatter", "special", "view_ops", "slicing",
 )
-UNBACKED_SIZE = 8192
-log = logging.getLogger("hpml")
+Heavy = Literal["matmul", "attention", "convolution", "embedding"]
+View = Literal["part", "whole"]
+Fusion = Literal["none", "fuses", "scatters", "inlined", "costly"]
 
 
-class RegisteredRule(NamedTuple):
-    """heavy: see `rule`."""
+@dataclass(frozen=True)
+class Operator:
+    """What is known about an operator; the fields are explained at `rule`. None: nothing is registered. external: something
+    was registered by other code than this package's."""
 
-    function: RuleFunction
-    heavy: bool
+    rule: RuleFunction | None = None
+    heavy: Heavy | None = None
+    flops: Callable[..., float] | float | None = None
+    view: View | None = None
+    recomputable: bool | None = None
+    fusion: Fusion | None = None
+    sizes: int | None = None
+    local: Callable[[LocalCall, Insert], Node] | None = None
+    layout: Callable[[torch.Tensor], bool] | None = None
+    external: bool = False
+
+    @property
+    def kind(self) -> str:
+        """One of `passes.cost_model.base.COMPUTE_KINDS`."""
+        return self.heavy or ("view" if self.view else "pointwise")
 
 
-RULES: Registrations[RegisteredRule] = Registrations()
-"""By name of the operator (`name_of`)."""
-
-
-class _FailedRules(set[tuple[Any, Any]]):
-    """Operators and rules already reported as incompatible by a warning."""
+UNKNOWN = Operator()
+OPERATORS: Registrations[Operator] = Registrations()
+"""By name of the operator (`name_of`), so that one which is registered later, or only in some releases, can stand here too."""
 
 
 def name_of(target: Any) -> str:
-    """`aten::add.Tensor`, `aten::neg`: operators stand in the table by name, so that one which is registered later, or
-    only in some releases, can have a rule too."""
-    return target.name() if isinstance(target, OpOverload) else str(target)
+    """`aten::add.Tensor`, `aten::neg`, also of an operator's text in a graph or plan, `aten.neg.default`."""
+    if isinstance(target, OpOverload):
+        return target.name()
+    parts = str(target).split(".")
+    return f"{parts[0]}::{parts[1]}.{parts[2]}".removesuffix(".default") if len(parts) == 3 else str(target)
 
 
-def rule(*targets: Any, heavy: bool = False) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a rule function for operators, given themselves or by name.
+def packet_name(target: Any) -> str:
+    """`add` of any overload of add, in any namespace; `getitem` of Python's own function."""
+    parts = str(target).split(".")
+    return parts[1] if len(parts) > 1 else "getitem" if "getitem" in parts[0] else ""
 
-    `heavy` marks those whose work is worth a decision of its own (matrix products, attention, table look-ups): others
-    are clustered with their neighbors.
+
+def rule(*targets: Any, heavy: Heavy | bool | None = None, flops: Callable[..., float] | float | None = None,
+         view: View | None = None, recomputable: bool | None = None, fusion: Fusion | None = None,
+         sizes: int | None = None, local: Callable[[LocalCall, Insert], Node] | None = None,
+         layout: Callable[[torch.Tensor], bool] | None = None) -> Callable[[RuleFunction], RuleFunction]:
+    """Register what is known about operators, given themselves or by name (`"my_ops::rotate"`).
+
+    Used as a decorator, it also registers the function that gives their sharding rule; a call alone registers the rest, for
+    operators without a rule of their own.
+
+    heavy: the work is worth a placement of its own, and costs what kernels of this kind cost: "matmul", "attention",
+        "convolution" or "embedding" (bound by memory), which is what True means. Others are grouped with their neighbors.
+    flops: number of floating point operations, as a function of the call's arguments as meta tensors and `out_val=`, its
+        result (the convention of `torch.utils.flop_counter.register_flop_formula`), or a number for each element of the
+        result. Default: torch's formula, else 1 for each element.
+    view: the result is the memory of the first operand, "whole" or in "part". Default: it has memory of its own.
+    recomputable: False: a second call may return something else, or has other effects than the first. Default: True, but
+        for operators that draw random numbers or change their arguments.
+    fusion: what the compiler makes of a call: "none", a kernel of its own; "fuses", a kernel that also computes what it reads;
+        "scatters", the same unless it needs atomic additions that the device lacks; "inlined", a part of the kernels that read
+        the result; "costly", the same, but on CPUs not computed twice. Default: "inlined" for pointwise
+        ones by torch's tag, else "none".
+    sizes: position of the argument that is the shape of the first result; a rank gives its local shape.
+    local: makes the call on a rank's operands, for operators with other arguments that depend on sizes, or with indices or
+        positions in a split dim. Default: the same call on local operands.
+    layout: whether the kernel takes an operand with these strides; others are copied to contiguous memory. Default: any.
+
+    Raises ValueError if the same is registered twice.
     """
+    module = sys._getframe(1).f_globals.get("__name__", "")
+    given = {"heavy": "embedding" if heavy is True else heavy or None, "flops": flops, "view": view,
+             "recomputable": recomputable, "fusion": fusion, "sizes": sizes, "local": local, "layout": layout}
+    names = [*map(name_of, targets)]
+
+    def add(found: dict[str, Any], by: str) -> None:
+        for name in names:
+            before = OPERATORS.get(name, UNKNOWN)
+            twice = [key for key, value in found.items() if value is not None and getattr(before, key) is not None]
+            if twice:
+                raise ValueError(f"{twice[0]} of {name} is registered twice")
+        for name in names:
+            before = OPERATORS.get(name, UNKNOWN)
+            OPERATORS[name] = replace(before, **{key: value for key, value in found.items() if value is not None},
+                                      external=before.external or not by.startswith("passes.op_rules.families."))
 
     def register(function: RuleFunction) -> RuleFunction:
-        for name in map(name_of, targets):
-            if name in RULES:
-                raise ValueError(f"two rules for {name}")
-            RULES[name] = RegisteredRule(function, heavy)
+        add({"rule": function}, function.__module__)
         return function
 
+    add(given, module)
     return register
 
 
@@ -74,16 +131,15 @@ def load() -> None:
 
 
 def targets() -> tuple[str, ...]:
-    """Names of all operators with an entry, in no particular order."""
+    """Names of all operators with a rule, in no particular order."""
     load()
-    return tuple(RULES)
+    return tuple(name for name, operator in OPERATORS.items() if operator.rule is not None)
 
 
-def external_rules() -> dict[str, RuleFunction]:
-    """By operator, the rules that are not of this package."""
+def external_operators() -> dict[str, Operator]:
+    """By name, the operators about which other code than this package's has registered something."""
     load()
-    return {name: function for name, (function, _) in RULES.items()
-            if not function.__module__.startswith("passes.op_rules.families.")}
+    return {name: operator for name, operator in OPERATORS.items() if operator.external}
 
 
 def is_random(target: Any) -> bool:
@@ -94,111 +150,31 @@ def is_pointwise(target: Any) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and not is_random(target)
 
 
-def _lookup(target: Any) -> RuleFunction | None:
+def operator_of(target: Any) -> Operator:
+    """What is known about an operator, given itself or by its text in a graph or plan, `aten.mm.default`."""
     load()
-    name = "pointwise" if is_pointwise(target) else "random" if is_random(target) else ""
-    found = RULES.get(name_of(target)) or RULES.get(name)
-    return None if found is None else found.function
+    if isinstance(target, str):
+        target = _target_of(target)
+    found, tagged = OPERATORS.get(name_of(target), UNKNOWN), OPERATORS.get(_tag_of(target), UNKNOWN)
+    if found is UNKNOWN or tagged is UNKNOWN:
+        return tagged if found is UNKNOWN else found
+    return replace(tagged, **{each.name: value for each in fields(found) if (value := getattr(found, each.name)) is not None})
 
 
-def is_heavy(target: Any) -> bool:
-    load()
-    found = RULES.get(name_of(target))
-    return found is not None and found.heavy
+def _tag_of(target: Any) -> str:
+    if is_random(target):
+        return "random"
+    if is_pointwise(target):
+        return "pointwise"
+    return "reduction" if getattr(torch.Tag, "reduction", None) in getattr(target, "tags", ()) else ""
+
+
+@cache
+def _target_of(text: str) -> Any:
+    """The operator of a text such as `aten.mm.default`; the text itself where there is none."""
+    found = re.fullmatch(r"(\w+)\.(\w+)\.(\w+)", text)
+    return getattr(getattr(getattr(torch.ops, found[1]), found[2], None), found[3], text) if found else text
 
 
 def has_rule(target: Any) -> bool:
-    return _lookup(target) is not None
-
-
-def spec_of(value: Any) -> Spec:
-    """Spec of a tensor (fake ones too); sizes must be numbers. One that depends on data counts as inductor counts it."""
-    shape = tuple(size_hint(s, UNBACKED_SIZE) if depends_on_data(s) else int(s) for s in value.shape)
-    return Spec(shape, str(value.dtype).removeprefix("torch."), value.dtype.itemsize)
-
-
-def results_of(node: Node) -> list[Any]:
-    """Tensors that a node returns; None entries of a tuple are dropped."""
-    return [v for _, v in leaves_of(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-
-
-def operand_nodes(node: Node) -> list[Node]:
-    """Nodes among the arguments that stand for tensors, in the order of tree_leaves; a node may occur twice."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
-    return [x for x in leaves if isinstance(x, Node) and isinstance(x.meta.get("val"), torch.Tensor)]
-
-
-def call_of(node: Node) -> Call:
-    """The call that a `call_function` node makes, with `Operand(i)` in place of its tensor arguments.
-
-    A number that the graph computes stands there as that number if it is the same at every call, else as its node.
-    """
-    operands = operand_nodes(node)
-    order = iter(range(len(operands)))
-
-    def swap(x: Any) -> Any:
-        if not isinstance(x, Node):
-            return x
-        value = x.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            return Operand(next(order))
-        number = static_int(value)
-        return x if number is None else number
-
-    args, kwargs = pytree.tree_map(swap, (node.args, dict(node.kwargs)), is_leaf=lambda x: isinstance(x, Node))
-    return Call(
-        target=node.target,
-        args=tuple(args),
-        kwargs=kwargs,
-        operands=tuple(spec_of(n.meta["val"]) for n in operands),
-        results=tuple(spec_of(v) for v in results_of(node)),
-        strides=tuple(tuple(n.meta["val"].stride()) for n in operands),
-    )
-
-
-def apply_rule(call: Call) -> Rule | None:
-    """The rule of a call; None if its operator has no rule, or if the rule cannot describe the call.
-
-    Raises whatever the rule raises, and ValueError where its letters do not fit the call.
-    """
-    function = _lookup(call.target)
-    found = None if function is None else function(call)
-    if not isinstance(found, (Rule, type(None))):
-        raise TypeError(f"the rule returns a {type(found).__name__}, not a Rule or None")
-    if found is not None and (len(found.inputs), len(found.outputs)) != (len(call.operands), len(call.results)):
-        raise ValueError(f"the rule names {len(found.inputs)} operands and {len(found.outputs)} results, "
-                         f"the call has {len(call.operands)} and {len(call.results)}")
-    return found
-
-
-def rule_of_call(call: Call) -> Rule | None:
-    """The same, but a rule that raises costs nothing but the splits of its operator: a warning names it, once."""
-    try:
-        return apply_rule(call)
-    except Exception as error:  # a rule may be a user's, and may raise anything
-        leaves = pytree.tree_leaves((call.args, dict(call.kwargs)), is_leaf=lambda x: isinstance(x, Node))
-        if isinstance(error, TypeError) and any(isinstance(x, Node) for x in leaves):
-            return None  # it reads a number that differs from call to call
-        _warn_of_rule(call, error)
-        return None
-
-
-def _warn_of_rule(call: Call, error: Exception) -> None:
-    function = _lookup(call.target)
-    if (call.target, function) in (failed := state_of(_FailedRules)):
-        return
-    failed.add((call.target, function))
-
-    def told(x: Any) -> str:
-        return f"{call.operands[x.index].dtype}{list(call.operands[x.index].shape)}" if isinstance(x, Operand) else repr(x)
-
-    given = [*map(told, pytree.tree_leaves(call.args)), *(f"{k}={told(x)}" for k, x in call.kwargs.items())]
-    log.warning(
-        "op rule %s.%s failed for %s(%s): %s: %s. The operator is replicated: every rank computes all of it. Next step: mend "
-        "the rule, or report this call", getattr(function, "__module__", "?"), getattr(function, "__qualname__", function),
-        name_of(call.target), ", ".join(given), type(error).__name__, error)
-
-
-def rule_of(node: Node) -> Rule | None:
-    """Rule of a node, or None if its operator has none (it is then left whole)."""
-    return rule_of_call(call_of(node))
+    return operator_of(target).rule is not None

@@ -23,7 +23,6 @@ import torch
 from torch import fx
 
 from passes.analyses.flops import FLOPS
-from passes.analyses.placement_graph_builder import kind_of
 from passes.analyses.shapes import SHAPES
 from passes.annotations import read, write
 from passes.base import AnalysisPass
@@ -38,6 +37,7 @@ from passes.hardware.cluster import Cluster
 from passes.hardware.device import Device
 from passes.hardware.mesh import Mesh
 from passes.json_records import FrozenMap
+from passes.op_rules.rule_table import operator_of
 from passes.pipeline.block_chain import BlockChain
 from passes.pipeline.find_blocks import BLOCK_CHAIN, learned_nodes
 from passes.pipeline.stage_assignment import STAGES, SentValue, StageAssignment
@@ -277,4 +277,4 @@ def _us(node: fx.Node, cost: RooflineCost) -> float:
     if node.target is operator.getitem or not read(SHAPES, node):
         return 0.0
     dtype = str(read(SHAPES, node)[0].dtype).removeprefix("torch.")
-    return cost.compute_us(read(FLOPS, node), float(sum(spec.bytes for spec in specs)), dtype, kind_of(node.target))
+    return cost.compute_us(read(FLOPS, node), float(sum(spec.bytes for spec in specs)), dtype, operator_of(node.target).kind)

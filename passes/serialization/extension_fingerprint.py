@@ -1,11 +1,13 @@
-"""Fingerprint of external rules and passes, for cache keys.
+"""Fingerprint of what users register, about operators and as passes, for cache keys.
 
-A user's rule or pass may be edited between two launches, or behave differently with the same source, through a constant of its
-module or a closure. So the fingerprint covers the source of the module that defines it, and the plain data (numbers,
-text, and containers of these) in its module, defaults and closure.
+A user's rule, formula or pass may be edited between two launches, or behave differently with the same source, through a
+constant of its module or a closure. So the fingerprint covers the source of the module that defines it, and the plain data
+(numbers, text, and containers of these) in its module, defaults and closure.
 """
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import inspect
 import sys
@@ -20,11 +22,18 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
 def extension_fingerprint_of() -> str:
-    """Equal for two processes with the same external rules and passes; "" without any."""
-    found = [("rule", name, rule) for name, rule in rule_table.external_rules().items()]
-    found += [("pass", name, cls) for name, cls in registry.external_passes().items()]
-    lines = [f"{kind} {name} {source_of(each)} {[*_data_of(each)]}" for kind, name, each in found]
+    """Equal for two processes with the same external operators and passes; "" without any."""
+    found: list[tuple[str, Any]] = [*registry.external_passes().items()]
+    for name, operator in rule_table.external_operators().items():
+        found += [(f"{name} {fact.name}", getattr(operator, fact.name)) for fact in dataclasses.fields(operator)]
+    lines = [f"{name} {_described(each)}" for name, each in found]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest() if lines else ""
+
+
+def _described(what: Any) -> str:
+    if isinstance(what, functools.partial):
+        return f"{_described(what.func)} {what.args} {what.keywords}"
+    return f"{source_of(what)} {[*_data_of(what)]}" if callable(what) else repr(what)
 
 
 def source_of(definition: Callable[..., Any] | type) -> str:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from passes.analyses.placement_graph_builder import complete, kind_of
+from passes.analyses.placement_graph_builder import complete
 from passes.cost_model.algebra import NUMBERS
 from passes.graph.placement_graph import InputKind, Operation, PlacementGraph, Value
 from passes.graph.step_phase import BACKWARD, FORWARD
 from passes.op_rules.base import Call, Operand, Rule
-from passes.op_rules.rule_table import rule_of_call, spec_of
+from passes.op_rules.call_rules import rule_of_call, spec_of
+from passes.op_rules.rule_table import operator_of
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ class Builder:
             tuple(self.values[v].spec for v in operands), (result,),
             tuple(x.stride() for x in real if isinstance(x, torch.Tensor)),
         )) if ruled else None
-        kind = kind_of(target)
+        kind = operator_of(target).kind
         flops = 0.0
         if kind == "matmul":
             flops = 2.0 * result.elements * self.values[operands[0]].spec.shape[-1]

@@ -46,11 +46,11 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
     function = without_second_derivatives(with_undefined_gradients(gm, given)(function))
     borrowed = {k for k, x in enumerate(given) if owner_of(x) is not None} - takes.gathered - takes.own_here
     installed = shard_module(takes.placements, gm, given, devices, takes.gathered, takes.written, holding, borrowed)
-    outputs = OutputWrapper(name, devices, takes.sharded_outputs)
+    outputs = OutputWrapper(name, devices, takes.left)
 
     def parts(args: Sequence[Any]) -> list[Any]:
         local = installed.locals(args)
-        for position, taken in takes.slices.items():
+        for position, taken in takes.taken.items():
             local[position] = part_of(local[position], taken)
         return local
 
@@ -64,13 +64,13 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
         local = parts(args)
         results = function(*local)
         installed.write_back(args, local)
-        return outputs.given(results) if takes.sharded_outputs else results
+        return outputs.given(results) if takes.left else results
 
-    if takes.sharded_outputs:
+    if takes.left:
         call = call_and_leave
     if installed.writes:
         call = call_and_write
-    half = forward_check(name, inputs.described, given, takes.uses_rng)
+    half = forward_check(name, inputs.described, given, takes.draws)
     if watched is not None:
         watch_optimizers(current_monitor)
         call = watched.forward(call)

@@ -5,6 +5,7 @@ The graph is prepared as a run does it until its stages are known, for a rank of
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from torch.fx import GraphModule
@@ -31,7 +32,7 @@ from hpml_compiler.planner.pipeline.pp_axis import (
     over_all_axes,
     schedule_of,
 )
-from hpml_compiler.planner.pipeline.stage_checkpointing import StageCheckpointing, StagedStep, given_stages
+from hpml_compiler.planner.pipeline.stage_checkpointing import StageCheckpointing, StagedStep, fullest_of, given_stages
 from hpml_compiler.planner.pipeline.stage_halves import StagedBody, halves_of, stage_body
 from hpml_compiler.planner.search.fitting_search import FittingSearch
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
@@ -129,11 +130,13 @@ class FoldedCutPlan:
         stages = ExtrapolatedStages(record, calls, lists_in_order(record, folded), table)
         costs, checkpointing = self._pieces(stages, planned)
         layers = LayerMemory(checkpointing, costs, table, [costs.pieces.within(stages.places(k)) for k in range(table.stages)])
-        memory, kept = [], dict[int, CheckpointingPlan]()
+        memory, fullest, kept = [], [], dict[int, CheckpointingPlan]()
         for rank in range(len(table.actions)):
             memory.append(resident_memory(record, stages.reads_of(rank)))
-            kept.update((k, checkpointing_plan(each, checkpointing.options))
-                        for k, each in layers.decisions(rank, memory[-1]).items())
+            decided = layers.decisions(rank, memory[-1])
+            fullest.append(replace(memory[-1], saved=sum(each.saved_bytes for each in decided.values())))
+            kept.update((k, checkpointing_plan(each, checkpointing.options)) for k, each in decided.items())
+        self.fullest = fullest_of(fullest) if checkpointing.budgeted else None
         return with_pipeline(record, stages.parts(costs, layers, kept), table,
                              mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}, step.cluster, states, memory)
 

@@ -9,63 +9,98 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from hpml_compiler.planner.graph.memory_budget import GraphMemory
+from hpml_compiler.planner.graph.memory_budget import BudgetShare, GraphMemory
+from hpml_compiler.planner.pipeline.layer_checkpointing import (
+    LaterBytes,
+    PieceProblems,
+    Pieces,
+    Run,
+    SavedValues,
+    decision_of_pieces,
+    halved,
+)
 from hpml_compiler.planner.pipeline.layer_costs import LayerCosts
-from hpml_compiler.planner.pipeline.stage_checkpointing import StageCheckpointing, stage_bytes
+from hpml_compiler.planner.pipeline.stage_checkpointing import MOST_SWEEPS, StageCheckpointing, stage_bytes
 from hpml_compiler.planner.pipeline.stage_halves import base_names, counted_stage
 from hpml_compiler.planner.pipeline.stage_memory import RankMemory, StageBytes, in_flight, sends_on
 from passes.annotations import read
 from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM, CheckpointDecision
 from passes.checkpointing.loop_memory import LoopMemory
+from passes.checkpointing.solve_checkpointing import decision_of_trace
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.module_blocks import assign_blocks
 from passes.json_records import FrozenMap
 from passes.pipeline.microbatches_in_flight import moments_of
 from passes.pipeline.pipeline_schedule import PipelineSchedule
-from passes.simulation.memory.memory_breakdown import MemoryMoment, MemoryReport, report_memory
+from passes.simulation.memory.memory_breakdown import MemoryMoment
 from passes.simulation.memory.memory_trace import simulate_memory
-from passes.simulation.memory.storage_program import Microbatches, OtherMicrobatches
+from passes.simulation.memory.storage_program import Microbatches, OtherMicrobatches, StorageProgram
 
-Pieces = Sequence[tuple[int, int]]
-"""Pieces of a stage in order, each with how often it is there."""
+
+@dataclass(frozen=True)
+class PieceGraph:
+    """joint: graph of a piece, with its storage program, `program`; gradient_bytes: of its parameters."""
+
+    joint: GraphModule
+    program: StorageProgram
+    gradient_bytes: int
+    ends: StageBytes
 
 
 @dataclass(frozen=True)
 class PieceMemory:
     """Memory of one microbatch in a piece. own_bytes: saved, without values that go through all pieces of its list, whose bytes
-    are in `through`, by name. gradient_bytes: of its parameters. report: of its memory trace."""
+    are in `through`, by name. gradient_bytes: of its parameters. kept: the decision that saves them, for one copy."""
 
     own_bytes: int
     through: Mapping[str, int]
     gradient_bytes: int
     ends: StageBytes
-    report: MemoryReport
+    kept: CheckpointDecision
 
 
 class LayerMemory:
-    """found: for the pieces, each in a stage of its own. table: the schedule. stages: pieces of each stage."""
+    """found: for the pieces, each in a stage of its own. table: the schedule. stages: pieces of each stage. chosen: under a
+    memory budget, the values that each run of a piece saves; without one, torch's partitioner chooses."""
 
     def __init__(self, found: StageCheckpointing, costs: LayerCosts, table: PipelineSchedule, stages: Sequence[Pieces]):
-        self.found, self.costs, self.table, self.stages = found, costs, table, stages
+        self.found, self.costs, self.table = found, costs, table
+        self.stages = [halved(pieces) if found.budgeted else pieces for pieces in stages]
         self.at_once, self.blocks = found.step.at_once, assign_blocks(found.step.marked)
-        self.known: dict[int, PieceMemory] = {}
+        self.chosen: dict[Run, SavedValues] = {}
+        self.known: dict[int, PieceGraph] = {}
+        self.known_memory: dict[tuple[int, SavedValues], PieceMemory] = {}
         self.known_around: dict[frozenset[tuple[int, int]], LoopMemory] = {}
 
     def decisions(self, rank: int, memory: GraphMemory) -> dict[int, CheckpointDecision]:
-        """Decisions for the stages of a rank, by stage. memory: of the rank besides what its stages save."""
+        """Decisions for the stages of a rank, by stage, whether they fit or not. memory: of the rank besides what its stages
+        save."""
         own = [k for k in range(self.table.stages) if self.table.ranks[k] == rank]
-        share, around = self.found.sharing.share_of(memory), self._around(own)
-        moments = moments_of(self.table, rank, self.at_once)
-        of_rank = RankMemory(moments, {k: self._stage_bytes(k) for k in own})
-        saved = {k: self._saved_bytes(self.stages[k]) for k in own}
-        found = {}
+        found, room, around = self.found, self.found.sharing.room(memory), self._around(own)
+        of_rank = RankMemory(moments_of(self.table, rank, self.at_once), {k: self._stage_bytes(k) for k in own})
+        if found.budgeted:
+            problems = PieceProblems(
+                {k: self.stages[k] for k in own}, of_rank, room, around, self._joint, self._later, found.sharing.whole.name,
+                found.options)
+
+            def fits(chosen: Mapping[Run, SavedValues]) -> bool:
+                self.chosen.update(chosen)
+                return all(each.fits for each in self._counted(own, of_rank, room, around).values())
+
+            self.chosen.update(problems.decided(MOST_SWEEPS, fits))
+        return self._counted(own, of_rank, room, around)
+
+    def _counted(self, own: Sequence[int], of_rank: RankMemory, room: BudgetShare,
+                 around: LoopMemory) -> dict[int, CheckpointDecision]:
+        """The decisions for these stages of a rank, with their memory."""
+        saved, found = {k: self._saved_bytes(k) for k in own}, {}
         for k in own:
             others = of_rank.others(k, saved)
-            count = in_flight(k, moments, of_rank.stages[k].waits)
+            count = in_flight(k, of_rank.moments, of_rank.stages[k].waits)
             loop = replace(around, others=Microbatches((OtherMicrobatches(count - 1),)))
-            found[k] = loop.of_step(self._decision(k, others, saved[k], share.available), share.available, share.after)
+            found[k] = loop.of_step(self._decision(k, others, saved[k], room.left), room.left, room.after)
         return found
 
     def in_flight(self, stage: int) -> int:
@@ -74,19 +109,12 @@ class LayerMemory:
         return in_flight(stage, moments, self._stage_bytes(stage).waits)
 
     def _decision(self, k: int, others: Microbatches, saved: int, left: float) -> CheckpointDecision:
-        forward, backward = (_fullest(self._moments(self.stages[k], phase), others.others(phase, saved), saved)
-                             for phase in (False, True))
-        names, layers = [], Counter[str]()
-        for piece, count in self.stages[k]:
-            names += self._memory(piece).report.saved
-            layers.update({name: count for name, _, _ in self._memory(piece).report.saved})
-        account = MemoryReport((forward,), (backward,), tuple(dict.fromkeys(names)),
-                               layers=FrozenMap({name: count for name, count in layers.items() if count > 1}))
-        return CheckpointDecision(frozenset(layers), 0, 0.0, forward.nbytes, backward.nbytes, saved, left, 0.0, account=account)
+        forward, backward = (_fullest(self._moments(k, phase), others.others(phase, saved), saved) for phase in (False, True))
+        return decision_of_pieces([(own.kept, count) for own, count in self._memories(k)], forward, backward, saved, left)
 
-    def _moments(self, pieces: Pieces, backward: bool) -> Iterator[MemoryMoment]:
+    def _moments(self, stage: int, backward: bool) -> Iterator[MemoryMoment]:
         """The peaks of the pieces of a stage, where they run first and last."""
-        copies = [(self._memory(piece), k in (0, count - 1)) for piece, count in pieces for k in range(count)]
+        copies = [(own, k in (0, count - 1)) for own, count in self._memories(stage) for k in range(count)]
         splits = self.table.splits_backward and not copies[0][0].ends.waits
         saved = late = 0
         gradients = sum(own.gradient_bytes for own, _ in copies)
@@ -97,24 +125,24 @@ class LayerMemory:
             if not is_end:
                 pass
             elif not backward:
-                yield _with(own.report.forward, saved, 0)
+                yield _with(own.kept.account.forward, saved, 0)
             elif not splits:
-                yield _with(own.report.backward, saved, gradients)
+                yield _with(own.kept.account.backward, saved, gradients)
             else:  # gradients of activations in all pieces, then those of weights
-                yield _with(own.report.backward, saved + waiting, 0)
-                yield _with(own.report.backward, late, gradients)
+                yield _with(own.kept.account.backward, saved + waiting, 0)
+                yield _with(own.kept.account.backward, late, gradients)
             saved += own.own_bytes
             late += own.ends.late
 
-    def _saved_bytes(self, pieces: Pieces) -> int:
+    def _saved_bytes(self, stage: int) -> int:
         """Bytes that one microbatch saves in a stage."""
         through: dict[str, int] = {}
-        for piece, _ in pieces:
-            through.update(self._memory(piece).through)
-        return sum(count * self._memory(piece).own_bytes for piece, count in pieces) + sum(through.values())
+        for own, _ in self._memories(stage):
+            through.update(own.through)
+        return sum(count * own.own_bytes for own, count in self._memories(stage)) + sum(through.values())
 
     def _stage_bytes(self, k: int) -> StageBytes:
-        pieces = [(self._memory(piece).ends, count) for piece, count in self.stages[k]]
+        pieces = [(self._graph(piece).ends, count) for piece, count in self.stages[k]]
         (first, _), (last, _) = pieces[0], pieces[-1]
         late = last.received_back if first.waits else sum(own.late * count for own, count in pieces)
         return StageBytes(first.received, last.received_back, last.sent if sends_on(self.table, k) else 0, late,
@@ -124,7 +152,8 @@ class LayerMemory:
         """Memory around the loop on a rank with these stages."""
         counts = Counter[int]()
         for k in own:
-            counts.update(dict(self.stages[k]))
+            for piece, count in self.stages[k]:
+                counts[piece] += count
         key = frozenset(counts.items())
         if key not in self.known_around:
             found, lists = self.found, self.costs.lists
@@ -134,30 +163,52 @@ class LayerMemory:
                 return max(layers.get(self.blocks.get(node, ""), 1), 1)
 
             table = piece_table(self.table, [int(piece not in counts) for piece in range(found.step.table.stages)])
-            alone = StageCheckpointing(replace(found.step, table=table), found.sharing, found.builder, found.parameters)
+            alone = StageCheckpointing(replace(found.step, table=table), found.sharing, found.tape, found.parameters)
             self.known_around[key] = alone.around(0, copies)
         return self.known_around[key]
 
-    def _memory(self, piece: int) -> PieceMemory:
+    def _joint(self, piece: int) -> tuple[GraphModule, int]:
+        return self._graph(piece).joint, self.costs.staged.graphs[piece].forward_outputs
+
+    def _later(self, piece: int) -> LaterBytes:
+        found = self._graph(piece)
+        return LaterBytes(found.gradient_bytes, self.table.splits_backward * found.ends.late)
+
+    def _graph(self, piece: int) -> PieceGraph:
         if piece not in self.known:
-            self.known[piece] = self._counted(piece)
+            found, costs, graph = self.found, self.costs, self.costs.staged.graphs[piece]
+            joint = counted_stage(graph, costs.compiler, costs.splits_backward, found.tape_of(piece))
+            program = read(STORAGE_PROGRAM, joint)
+            sent = [node.name for node in returned_nodes(joint)[-len(graph.own_sent_back):] if node is not None]
+            sent_names = base_names(joint, sent if graph.own_sent_back else ())
+            sent_back = {s for s, storage in enumerate(program.storages) if storage.name in sent_names}
+            self.known[piece] = PieceGraph(joint, program, program.bytes_of(program.gradients - sent_back),
+                                           stage_bytes(found.step, piece, joint))
         return self.known[piece]
 
-    def _counted(self, piece: int) -> PieceMemory:
-        found, costs, graph = self.found, self.costs, self.costs.staged.graphs[piece]
-        joint = counted_stage(graph, costs.compiler, costs.splits_backward, found.builder_of(piece))
-        program, names = read(STORAGE_PROGRAM, joint), base_names(joint, costs.halves(piece).saved)
-        trace = simulate_memory(program, [s for s in program.candidates if program.storages[s].name in names])
-        graphs = costs.staged.graphs
+    def _memories(self, stage: int) -> list[tuple[PieceMemory, int]]:
+        """Memory of the pieces of a stage in order, each with how often it is there."""
+        return [(self._memory(piece, self.chosen.get((stage, place))), count)
+                for place, (piece, count) in enumerate(self.stages[stage])]
+
+    def _memory(self, piece: int, chosen: SavedValues | None) -> PieceMemory:
+        graph = self._graph(piece)
+        if chosen is None:
+            chosen = SavedValues(base_names(graph.joint, self.costs.halves(piece).saved))
+        if (piece, chosen) not in self.known_memory:
+            self.known_memory[piece, chosen] = self._memory_of(graph, piece, chosen)
+        return self.known_memory[piece, chosen]
+
+    def _memory_of(self, found: PieceGraph, piece: int, chosen: SavedValues) -> PieceMemory:
+        program, graphs = found.program, self.costs.staged.graphs
+        saved, offloaded = ([s for s in program.candidates if program.storages[s].name in names]
+                            for names in (chosen.names - chosen.offloaded, chosen.offloaded))
+        kept = replace(decision_of_trace(simulate_memory(program, saved, offloaded), 0.0, 0.0), ahead=chosen.ahead)
         further = graphs[piece + 1].received if piece + 1 < len(graphs) else ()
-        through = {program.storages[s].name: program.storages[s].nbytes for s in trace.saved
-                   if program.storages[s].name in graph.received and program.storages[s].name in further}
-        sent = [node.name for node in returned_nodes(joint)[-len(graph.own_sent_back):] if node is not None]
-        sent_names = base_names(joint, sent if graph.own_sent_back else ())
-        sent_back = {s for s, storage in enumerate(program.storages) if storage.name in sent_names}
-        return PieceMemory(program.bytes_of(trace.saved) - sum(through.values()), through,
-                           program.bytes_of(program.gradients - sent_back), stage_bytes(found.step, piece, joint),
-                           report_memory(trace))
+        through = {name: nbytes for name, _, nbytes in kept.account.saved
+                   if name in graphs[piece].received and name in further}
+        own = sum(nbytes for _, _, nbytes in kept.account.saved)
+        return PieceMemory(own - sum(through.values()), through, found.gradient_bytes, found.ends, kept)
 
 
 def piece_table(table: PipelineSchedule, ranks: Sequence[int]) -> PipelineSchedule:

@@ -9,12 +9,34 @@ draws its mask from a seed, so all shards would get the same mask.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch.fx import Node
 
 from passes.op_rules.base import Call, Operand, Rule, make_rule
+from passes.op_rules.local_call import Insert, LocalCall, last_dim_packed
 from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
+
+
+def attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, out_val: Any, **kwargs: Any) -> float:
+    """q kᵀ and p v, for q (batch, heads, m, d), k (…, n, d), v (…, n, e); k and v may have fewer heads."""
+    return 2.0 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def attention_backward_flops(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **kwargs: Any) -> float:
+    """q kᵀ again, then the gradients of p, v, q and k."""
+    return 2.0 * math.prod(q.shape[:-1]) * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+rule("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_attention_math",
+     "aten::_scaled_dot_product_attention_math_for_mps", "aten::_scaled_dot_product_flash_attention.quantized",
+     "aten::_scaled_dot_product_fused_attention_overrideable", "aten::_triton_scaled_dot_attention", flops=attention_flops)
+rule("aten::_scaled_dot_product_fused_attention_overrideable_backward", flops=attention_backward_flops)
 
 
 def _letters(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[list, list, dict]:
@@ -79,18 +101,20 @@ def _forward(call: Call, mask: object, dropout: float, causal: bool) -> Rule | N
     return _build(call, roles, {0: "q", 1: "lse"}, 0, 1, causal, dropout, False)
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu.default, heavy=True)
+@rule(aten._scaled_dot_product_flash_attention_for_cpu.default, heavy="attention", flops=attention_flops,
+      layout=last_dim_packed)
 def cpu_forward(call: Call) -> Rule | None:
     return _forward(call, call.kwargs.get("attn_mask"), call.argument(3, "dropout_p", 0.0),
                     call.argument(4, "is_causal", False))
 
 
-@rule(aten._scaled_dot_product_flash_attention.default, heavy=True)
+@rule(aten._scaled_dot_product_flash_attention.default, heavy="attention", flops=attention_flops, layout=last_dim_packed)
 def flash_forward(call: Call) -> Rule | None:
     return _forward(call, None, call.argument(3, "dropout_p", 0.0), call.argument(4, "is_causal", False))
 
 
-@rule(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default, heavy=True)
+@rule(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default, heavy="attention",
+      flops=attention_flops, layout=last_dim_packed)
 def biased_forward(call: Call) -> Rule | None:
     return _forward(call, call.argument(3, "attn_bias"), call.argument(5, "dropout_p", 0.0),
                     call.argument(6, "is_causal", False))
@@ -106,24 +130,38 @@ def _backward(call: Call, out: int | None, lse: int | None, mask: object, dropou
     return _build(call, roles, outs, 1, 2, causal, dropout, True)
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, heavy=True)
+def _local_lengths(position: int) -> Callable[[LocalCall, Insert], Node]:
+    """Local call of kernels on GPUs that are told the lengths of their queries and keys, in this order from `position` on."""
+    return lambda call, insert: insert(call.target, *call.args[:position], call.local[0][2], call.local[1][2],
+                                       *call.args[position + 2:], **call.kwargs)
+
+
+rule(aten._scaled_dot_product_flash_attention_backward.default, local=_local_lengths(8))
+rule(aten._scaled_dot_product_cudnn_attention_backward.default, local=_local_lengths(11))
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, heavy="attention", flops=attention_backward_flops,
+      layout=last_dim_packed)
 def cpu_backward(call: Call) -> Rule | None:
     return _backward(call, _index(call.args[4]), _index(call.args[5]), call.kwargs.get("attn_mask"),
                      call.argument(6, "dropout_p", 0.0), call.argument(7, "is_causal", False))
 
 
-@rule(aten._scaled_dot_product_flash_attention_backward.default, heavy=True)
+@rule(aten._scaled_dot_product_flash_attention_backward.default, heavy="attention", flops=attention_backward_flops,
+      layout=last_dim_packed)
 def flash_backward(call: Call) -> Rule | None:
     return _backward(call, _index(call.args[4]), _index(call.args[5]), None, call.args[10], call.args[11])
 
 
-@rule(aten._scaled_dot_product_efficient_attention_backward.default, heavy=True)
+@rule(aten._scaled_dot_product_efficient_attention_backward.default, heavy="attention", flops=attention_backward_flops,
+      layout=last_dim_packed)
 def efficient_backward(call: Call) -> Rule | None:
     """Rule of the memory-efficient backward. The fourth result, if any, is the gradient of the mask."""
     return _backward(call, _index(call.args[5]), _index(call.args[6]), call.args[4], call.args[9],
                      call.argument(11, "is_causal", False))
 
 
-@rule(aten._scaled_dot_product_cudnn_attention_backward.default, heavy=True)
+@rule(aten._scaled_dot_product_cudnn_attention_backward.default, heavy="attention", flops=attention_backward_flops,
+      layout=last_dim_packed)
 def cudnn_backward(call: Call) -> Rule | None:
     return _backward(call, _index(call.args[4]), _index(call.args[5]), call.args[8], call.args[13], call.args[14])

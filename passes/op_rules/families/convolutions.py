@@ -5,14 +5,19 @@ groups as channels, so sharding `g` shards the channels of all operands.
 """
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
+from torch.fx import Node
 
 from passes.op_rules.base import Call, Rule, make_rule
+from passes.op_rules.local_call import Insert, LocalCall
 from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
-OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
-"""Number of leading arguments that are operands of the computation; the last of them is the weight."""
+OPERANDS = {"aten::convolution": 2, "aten::convolution_backward": 3}
+"""By name, number of leading arguments that are operands of the computation; the last of them is the weight."""
 
 
 def _letters(call: Call, weight: int, transposed: bool, groups: int) -> tuple[list, list, list, list, dict]:
@@ -29,7 +34,27 @@ def _letters(call: Call, weight: int, transposed: bool, groups: int) -> tuple[li
     )
 
 
-@rule(aten.convolution.default, heavy=True)
+def _local_groups(weight: Node, channels: int) -> int:
+    """Number of groups, from the channels that the weight has per group (output channels if transposed)."""
+    return int(channels) // int(weight.meta["val"].shape[1])
+
+
+def _local_convolution(call: LocalCall, insert: Insert) -> Node:
+    args = list(call.args)
+    args[8] = _local_groups(args[1], call.local[0][1] if args[6] else args[0].meta["val"].shape[1])
+    return insert(call.target, *args, **call.kwargs)
+
+
+def _local_backward(call: LocalCall, insert: Insert) -> Node:
+    args = list(call.args)
+    channels = int(args[0].meta["val"].shape[1])
+    if args[3] is not None:  # sizes of the bias: output channels, as grad_output has them locally
+        args[3] = [channels]
+    args[9] = _local_groups(args[2], channels if args[7] else args[1].meta["val"].shape[1])
+    return insert(call.target, *args, **call.kwargs)
+
+
+@rule(aten.convolution.default, heavy="convolution", local=_local_convolution)
 def convolution(call: Call) -> Rule:
     """args: input, weight, bias, stride, padding, dilation, transposed, output_padding, groups"""
     x, weight, bias, out, sizes = _letters(call, 1, call.args[6], call.args[8])
@@ -40,7 +65,16 @@ def convolution(call: Call) -> Rule:
     )
 
 
-@rule(aten.convolution_backward.default, heavy=True)
+def _backward_flops(grad: Any, x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> float:
+    """Each wanted gradient costs as much as forward: each weight once per pixel of the output (transposed: input). torch 2.13
+    counts 1 + g forward passes for g groups, in place of 2."""
+    transposed = args[4]
+    pixels = math.prod((x if transposed else grad).shape[2:])
+    wanted = sum(args[7][:2])  # of the input, of the weight
+    return 2.0 * x.shape[0] * pixels * math.prod(weight.shape) * wanted
+
+
+@rule(aten.convolution_backward.default, heavy="convolution", flops=_backward_flops, local=_local_backward)
 def convolution_backward(call: Call) -> Rule | None:
     """args: grad_output, input, weight, bias_sizes, ..., groups, output_mask; only the results in output_mask
 
@@ -58,14 +92,14 @@ def convolution_backward(call: Call) -> Rule | None:
     )
 
 
-@rule(aten._weight_norm_interface.default)
+@rule(aten._weight_norm_interface.default, layout=torch.Tensor.is_contiguous)
 def weight_norm(call: Call) -> Rule:
     """direction, magnitude (size 1 in all dims but one), that dim -> weight, norms"""
     dims = _one_dim(call, call.argument(2, "dim", 0))
     return make_rule(call, [dims, dims], [dims, dims])
 
 
-@rule(aten._weight_norm_interface_backward.default)
+@rule(aten._weight_norm_interface_backward.default, layout=torch.Tensor.is_contiguous)
 def weight_norm_backward(call: Call) -> Rule:
     """gradient of the weight, direction, magnitude, norms, the dim -> gradients of direction and magnitude"""
     dims = _one_dim(call, call.argument(4, "dim"))

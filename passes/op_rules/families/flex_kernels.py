@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from passes.compat import pytree
 from passes.op_rules.base import Call, Operand, Rule, make_rule
+from passes.op_rules.families.attention import attention_backward_flops, attention_flops
 from passes.op_rules.rule_table import rule
 from passes.pass_result import attribute_of
 
@@ -53,14 +54,15 @@ def _build(call: Call, like_query: tuple[int, ...], per_query: tuple[int, ...], 
     return make_rule(call, inputs, results, sizes=sizes, blocked=blocked, summed=["b", "g", "r"] if backward else ())
 
 
-@rule("flex_attention", heavy=True)
+@rule("flex_attention", heavy="attention", flops=attention_flops)
 def flex_attention(call: Call) -> Rule:
     """args: query, key, value, score graph, block mask (its graph last), …"""
     asked = _asks(call.args[3], "score") | _asks(call.args[4][-1], "mask")
     return _build(call, (0,), (), (1, 2), call.args[4], asked, {0: "q", 1: "lse", 2: "lse"}, False)
 
 
-@rule("flex_attention_backward", heavy=True)
+@rule("flex_attention_backward", heavy="attention",
+      flops=lambda q, k, v, *_, **__: attention_backward_flops(None, q, k, v))
 def flex_attention_backward(call: Call) -> Rule:
     """args: query, key, value, out, logsumexp, their gradients, score graph, its backward, block mask, … Gradients of
     tensors that the subgraphs read are sums over batch and heads."""

@@ -5,9 +5,13 @@ dims, which are broadcast. A result that was not requested has the shape (0,).
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch.fx import Node
 
 from passes.op_rules.base import Call, Rule, aligned, make_rule
+from passes.op_rules.local_call import Insert, LocalCall, column_major, is_contiguous, packed_copy
 from passes.op_rules.rule_table import rule
 
 DIMS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -76,3 +80,24 @@ def solve(call: Call) -> Rule:
     a, b = call.operands[0].shape, call.operands[1].shape
     own = 1 if len(b) == 1 or len(b) == len(a) - 1 and b == a[:-1] else 2
     return _batched(call, (2, own), (own, 2, 1, 0))
+
+
+def _local_factorization(factors: int) -> Callable[[LocalCall, Insert], Node]:
+    """Local call of operators that factorize the transpose of a contiguous operand: backward was traced for the strides of the
+    whole operand, so the local one is made contiguous if that was, and only then. factors: the result with the factors."""
+    def local(call: LocalCall, insert: Insert) -> Node:
+        x, value = call.args[0], call.args[0].meta["val"]
+        if call.strides:
+            whole = is_contiguous(call.whole[factors], call.strides[0])
+            if whole and not value.is_contiguous():
+                x = packed_copy(insert, x)
+            elif not whole and value.is_contiguous():
+                x = column_major(insert, x)
+        return insert(call.target, x, *call.args[1:], **call.kwargs)
+
+    return local
+
+
+rule("aten::_linalg_det", "aten::_linalg_solve_ex", local=_local_factorization(1))
+rule("aten::_linalg_slogdet", local=_local_factorization(2))
+rule("aten::linalg_matrix_exp", layout=torch.Tensor.is_contiguous)

@@ -1,6 +1,10 @@
 """Sharding rules for matmuls: mm, bmm, their fused forms, and products with vectors."""
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from passes.op_rules.base import Call, Rule, aligned, make_rule
@@ -9,12 +13,21 @@ from passes.op_rules.rule_table import rule
 aten = torch.ops.aten
 
 
-@rule(aten.mm.default, heavy=True)
+def contraction(left: int) -> Callable[..., float]:
+    """FLOPs of operators whose results are sums over the last dim of operand `left`."""
+    return lambda *args, out_val, **kwargs: 2.0 * out_val.numel() * args[left].shape[-1]
+
+
+rule("aten::linear", "aten::matmul", "aten::vdot", flops=contraction(0))
+rule("aten::addmv", "aten::_addmm_activation", flops=contraction(1))
+
+
+@rule(aten.mm.default, heavy="matmul")
 def mm(call: Call) -> Rule:
     return make_rule(call, ["mk", "kn"], ["mn"], summed="k", linear=[[0], [1]])
 
 
-@rule(aten.bmm.default, heavy=True)
+@rule(aten.bmm.default, heavy="matmul")
 def bmm(call: Call) -> Rule:
     return make_rule(call, ["bmk", "bkn"], ["bmn"], summed="k", linear=[[0], [1]])
 
@@ -24,27 +37,38 @@ def _with_bias(call: Call, a: str, b: str, out: str) -> Rule:
     return make_rule(call, [bias, a, b], [out], summed="k", linear=[[0, 1], [0, 2]], addends=[0])
 
 
-@rule(aten.addmm.default, heavy=True)
+@rule(aten.addmm.default, heavy="matmul")
 def addmm(call: Call) -> Rule:
     return _with_bias(call, "mk", "kn", "mn")
 
 
-@rule(aten.baddbmm.default, heavy=True)
+@rule(aten.baddbmm.default, heavy="matmul")
 def baddbmm(call: Call) -> Rule:
     return _with_bias(call, "bmk", "bkn", "bmn")
 
 
-@rule(aten.mv.default)
+@rule(aten.mv.default, flops=contraction(0))
 def mv(call: Call) -> Rule:
     return make_rule(call, ["mk", "k"], ["m"], summed="k", linear=[[0], [1]])
 
 
-@rule(aten.dot.default)
+@rule(aten.dot.default, flops=contraction(0))
 def dot(call: Call) -> Rule:
     return make_rule(call, ["k", "k"], [""], summed="k", linear=[[0], [1]])
 
 
-@rule(aten._trilinear.default)
+def _trilinear_flops(*args: Any, out_val: Any, **kwargs: Any) -> float:
+    """Three operands, each unsqueezed at its dims and then broadcast: two products and a sum per element of all dims."""
+    shapes = []
+    for operand, new_dims in zip(args[:3], args[3:6], strict=True):
+        shape = list(operand.shape)
+        for dim in sorted(new_dims):
+            shape.insert(dim, 1)
+        shapes.append(shape)
+    return 3.0 * math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
+
+
+@rule(aten._trilinear.default, flops=_trilinear_flops)
 def trilinear(call: Call) -> Rule:
     """args: three operands, the dims along which each is expanded, the dims over which the product is summed, …
 

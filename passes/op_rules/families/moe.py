@@ -5,6 +5,9 @@ dim of the experts' matrices can be sharded as in any matmul.
 """
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
 from passes.op_rules.base import Call, Rule, make_rule
@@ -15,13 +18,27 @@ ALIGNMENT_BYTES = 16
 """The kernel needs rows that start at multiples of this."""
 
 
-@rule("transformers::grouped_mm_fallback", heavy=True)
+def grouped_mm_flops(rows: torch.Tensor, weight: torch.Tensor, *args: Any, out_val: Any, **kwargs: Any) -> float:
+    """2-D rows belong to one group each, whether the groups split m (weight is 3-D) or k (both are 2-D)."""
+    if rows.dim() == 3 and weight.dim() == 2:  # groups split n: (g)(m)(k), (k)(n)
+        return 2.0 * math.prod(rows.shape[1:]) * weight.shape[-1]
+    return 2.0 * math.prod(rows.shape) * weight.shape[-1]
+
+
+def grouped_mm_backward_flops(rows: torch.Tensor, weight: torch.Tensor, *args: Any, out_val: Any, **kwargs: Any) -> float:
+    return 2 * grouped_mm_flops(rows, weight, out_val=None)
+
+
+rule("aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2", flops=grouped_mm_flops)
+
+
+@rule("transformers::grouped_mm_fallback", heavy="matmul", flops=grouped_mm_flops)
 def grouped_mm_fallback(call: Call) -> Rule:
     """(rows, k) @ (experts, k, n) by offsets (experts) -> (rows, n)"""
     return make_rule(call, [[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], summed="k", linear=[[0], [1]])
 
 
-@rule("transformers::grouped_mm_fallback_backward", heavy=True)
+@rule("transformers::grouped_mm_fallback_backward", heavy="matmul", flops=grouped_mm_backward_flops)
 def grouped_mm_fallback_backward(call: Call) -> Rule:
     """input, weight, offsets, gradient of the result -> gradients of input and weight"""
     return make_rule(
@@ -30,7 +47,18 @@ def grouped_mm_fallback_backward(call: Call) -> Rule:
     )
 
 
-@rule("aten::_grouped_mm", heavy=True)
+def _matrices_packed(value: torch.Tensor) -> bool:
+    """True if rows or columns are contiguous and aligned."""
+    if value.dim() < 2:
+        return True
+    unit = ALIGNMENT_BYTES // value.element_size()
+    (rows, columns), (by_row, by_column) = value.shape[-2:], value.stride()[-2:]
+    return (by_column == 1 and by_row >= columns and by_row % unit == 0) or (
+        by_row == 1 and by_column >= rows and by_column % unit == 0
+    )
+
+
+@rule("aten::_grouped_mm", heavy="matmul", flops=grouped_mm_flops, layout=_matrices_packed)
 def grouped_mm(call: Call) -> Rule:
     """One matrix per group. Groups are runs of rows of the first operand, of columns of the second, of the summed dim of
     both (gradients of the matrices), or, without offsets, the first dim of both.

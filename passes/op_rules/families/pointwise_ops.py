@@ -69,6 +69,11 @@ def _linear(call: Call) -> list[list[int]]:
     return groups
 
 
+rule("pointwise", aten.clone.default, aten._to_copy.default, prims.convert_element_type.default, fusion="inlined")
+rule("aten::exp", "aten::log", "aten::log10", "aten::log1p", "aten::log2", "aten::sigmoid", "aten::tanh", fusion="costly")
+rule(aten.alias.default, aten.detach.default, view="part")
+
+
 @rule("pointwise", *NOT_TAGGED)
 def pointwise(call: Call) -> Rule:
     shape = call.results[0].shape if call.results else ()

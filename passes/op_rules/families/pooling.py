@@ -11,6 +11,9 @@ from passes.op_rules.rule_table import rule
 from passes.op_rules.sum_dtypes import ROUNDED
 
 aten = torch.ops.aten
+rule(aten.adaptive_max_pool3d_backward.default, layout=torch.Tensor.is_contiguous)
+rule("prims::_low_memory_max_pool_offsets_to_indices", fusion="inlined")
+rule(aten.max_pool2d_with_indices_backward.default, fusion="fuses")
 
 
 def _per_channel(call: Call, spatial: int, linear: bool) -> Rule:
@@ -30,19 +33,17 @@ def max_pool(call: Call) -> Rule:
     return _per_channel(call, len(call.args[1]), False)
 
 
+UPSAMPLING = (
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa",
+)
+rule(*(f"aten::{name}_backward" for name in UPSAMPLING), sizes=2)
+
+
 @rule(
     aten.avg_pool2d.default, aten.avg_pool3d.default, aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default,
-    aten.upsample_nearest1d.default, aten.upsample_nearest2d.default, aten.upsample_nearest3d.default,
-    aten._upsample_nearest_exact1d.default, aten._upsample_nearest_exact2d.default, aten._upsample_nearest_exact3d.default,
-    aten.upsample_linear1d.default, aten.upsample_bilinear2d.default, aten.upsample_trilinear3d.default,
-    aten.upsample_bicubic2d.default,
-    aten.upsample_nearest1d_backward.default, aten.upsample_nearest2d_backward.default,
-    aten.upsample_nearest3d_backward.default, aten._upsample_nearest_exact1d_backward.default,
-    aten._upsample_nearest_exact2d_backward.default, aten._upsample_nearest_exact3d_backward.default,
-    aten.upsample_linear1d_backward.default, aten.upsample_bilinear2d_backward.default,
-    aten.upsample_trilinear3d_backward.default, aten.upsample_bicubic2d_backward.default,
-    "aten::_upsample_bilinear2d_aa", "aten::_upsample_bicubic2d_aa", "aten::_upsample_lanczos2d_aa",
-    "aten::_upsample_bilinear2d_aa_backward", "aten::_upsample_bicubic2d_aa_backward", "aten::_upsample_lanczos2d_aa_backward",
+    *(f"aten::{name}{direction}" for name in UPSAMPLING for direction in ("", "_backward")),
 )
 def resample(call: Call) -> Rule:
     """Forward or backward: the second argument has an entry per spatial dim."""

@@ -3,7 +3,11 @@
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
 from __future__ import annotations
 
+from torch.fx import Node
+
 from passes.op_rules.base import Call, Operand, Rule, make_rule
+from passes.op_rules.families.matmul import contraction
+from passes.op_rules.local_call import Insert, LocalCall, column_major, packed_copy
 from passes.op_rules.rule_table import rule
 from passes.op_rules.sum_dtypes import ROUNDED
 
@@ -28,13 +32,23 @@ def _product(call: Call, rows: int, adds_up: bool, scales: list[list]) -> Rule:
     return make_rule(call, [[a, b], [b, c], *own], [[a, c]], sizes=sizes, summed="k" if adds_up else (), blocked=blocked)
 
 
-@rule("aten::_int_mm", heavy=True)
+@rule("aten::_int_mm", heavy="matmul", flops=contraction(0))
 def int_mm(call: Call) -> Rule:
     """int8 (m, k) @ int8 (k, n) -> int32. Partial sums are exact: integer overflow wraps in any order."""
     return _product(call, INTEGER_ROWS, True, [])
 
 
-@rule("aten::_scaled_mm", heavy=True)
+def _local_scaled_mm(call: LocalCall, insert: Insert) -> Node:
+    """The kernel requires packed rows of the first operand and packed columns of the second."""
+    a, b, *rest = call.args
+    if a.meta["val"].stride(1) != 1:
+        a = packed_copy(insert, a)
+    if b.meta["val"].stride(0) != 1:
+        b = column_major(insert, b)
+    return insert(call.target, a, b, *rest, **call.kwargs)
+
+
+@rule("aten::_scaled_mm", heavy="matmul", local=_local_scaled_mm)
 def scaled_mm(call: Call) -> Rule | None:
     """args: a (m, k), b (k, n), scale of a, scale of b; bias (n), scale of the result, ...
 

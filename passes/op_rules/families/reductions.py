@@ -1,12 +1,30 @@
 """Sharding rules for reductions, scans and sorting: sums become Partial, maxima PartialMax, others need the dim whole."""
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from passes.compat import pytree
 from passes.op_rules.base import Call, Rule, make_rule
 from passes.op_rules.rule_table import rule
 
 aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def _largest(*args: Any, out_val: Any, **kwargs: Any) -> float:
+    """FLOPs: one per element of the largest operand, or of the results."""
+    given = [x.numel() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    return float(max([sum(x.numel() for x in pytree.tree_leaves(out_val)), *given]))
+
+
+rule("reduction", "aten::logsumexp", "aten::std_mean.correction", flops=_largest)  # some releases of torch have no such tag
+rule(*(f"aten::{name}" for name in (
+    "sum", "sum.dim_IntList", "mean", "mean.dim", "prod", "prod.dim_int", "any", "any.dim", "any.dims", "all", "all.dim",
+    "all.dims", "amax", "amin", "argmax", "argmin", "max", "max.dim", "min", "min.dim", "var.correction", "var_mean.correction",
+    "std.correction")), flops=_largest, fusion="fuses")
+rule(aten.cumsum.default, aten._softmax.default, aten._log_softmax.default, fusion="fuses")
+rule(aten.flip.default, fusion="inlined")
 
 
 def _dims(given: int | list[int] | None, rank: int) -> set[int]:

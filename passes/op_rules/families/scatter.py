@@ -8,12 +8,26 @@ too: then each rank has a partial sum, and the table that they are added to must
 from __future__ import annotations
 
 import torch
+from torch.fx import Node
 
 from passes.op_rules.base import Call, Rule, aligned, make_rule
 from passes.op_rules.families.table_lookups import in_place, index_letters
+from passes.op_rules.local_call import Insert, LocalCall
 from passes.op_rules.rule_table import rule
+from passes.op_rules.shifted_indices import (
+    before,
+    if_split,
+    masked,
+    masked_index,
+    place_of,
+    range_of,
+    replaced,
+    shifted,
+    trailing_dims,
+)
 
 aten = torch.ops.aten
+rule("aten::scatter.reduce", "aten::scatter.value_reduce", fusion="scatters")
 
 
 def _put(call: Call, indices: list, values: int, mask: int | None, accumulate: bool) -> Rule | None:
@@ -58,7 +72,17 @@ def _put_where(call: Call, mask: int, first: int) -> Rule | None:
     return make_rule(call, inputs, [table], linear=[[0, values]])
 
 
-@rule(aten.index_put.default, aten._unsafe_index_put.default)
+@if_split
+def _local_index_put(call: LocalCall, insert: Insert) -> Node:
+    """Values are accumulated, so zeros may be written anywhere."""
+    table, indices, values, *rest = call.args
+    dim = place_of(indices)
+    safe, valid = shifted(call, insert, indices[dim], wraps=True)
+    own = masked(insert, values, before(insert, valid, trailing_dims(call, dim)))
+    return insert(call.target, table, replaced(indices, safe), own, *rest, **call.kwargs)
+
+
+@rule(aten.index_put.default, aten._unsafe_index_put.default, fusion="scatters", local=_local_index_put)
 def index_put(call: Call) -> Rule | None:
     """args: self, indices, values, accumulate"""
     given = [x for x in call.args[1] if x is not None]
@@ -67,10 +91,30 @@ def index_put(call: Call) -> Rule | None:
     return _put(call, list(call.args[1]), call.args[2].index, None, bool(call.argument(3, "accumulate", False)))
 
 
-@rule(aten._unsafe_masked_index_put_accumulate.default, heavy=True)
+@rule(aten._unsafe_masked_index_put_accumulate.default, heavy="embedding", local=masked_index)
 def masked_index_put_accumulate(call: Call) -> Rule | None:
     """args: self, mask, indices, values"""
     return _put(call, list(call.args[2]), call.args[3].index, call.args[1].index, True)
+
+
+@if_split
+def _local_scatter(call: LocalCall, insert: Insert) -> Node:
+    """Indices outside of the range go to one more slot, which is cut off."""
+    table, dim, index, *rest = call.args
+    count = range_of(call).count
+    rank = table.meta["val"].dim()
+    dim %= rank
+    moved, valid = shifted(call, insert, index)
+    spare = insert(aten.full.default, [], count, dtype=index.meta["val"].dtype, device=index.meta["val"].device)
+    slot = insert(aten.where.self, valid, moved, spare)
+    pads = [0] * (2 * (rank - 1 - dim)) + [0, 1]
+    padded = insert(aten.constant_pad_nd.default, table, pads, 0)
+    scattered = insert(call.target, padded, dim, slot, *rest, **call.kwargs)
+    return insert(aten.slice.Tensor, scattered, dim, 0, count)
+
+
+rule(aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.scatter_reduce.two, aten.index_add.default,
+     local=_local_scatter)
 
 
 def _scatter(call: Call, adds: bool, linear: bool) -> Rule:
@@ -93,17 +137,17 @@ def _scatter(call: Call, adds: bool, linear: bool) -> Rule:
     )
 
 
-@rule(aten.scatter.value)
+@rule(aten.scatter.value, fusion="scatters")
 def scatter_value(call: Call) -> Rule:
     return _scatter(call, False, False)
 
 
-@rule(aten.scatter.src)
+@rule(aten.scatter.src, fusion="scatters")
 def scatter_src(call: Call) -> Rule:
     return _scatter(call, False, True)
 
 
-@rule(aten.scatter_add.default)
+@rule(aten.scatter_add.default, fusion="scatters")
 def scatter_add(call: Call) -> Rule:
     return _scatter(call, True, True)
 

@@ -6,14 +6,18 @@ each part. Local sizes and bounds are then the global ones divided by the number
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
+from torch.fx import Node
 
 from passes.op_rules.base import Call, Letter, Rule, make_rule
+from passes.op_rules.local_call import Insert, LocalCall
 from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
+rule("aten::chunk", "aten::narrow", "aten::narrow.Tensor", "aten::split.sizes", operator.getitem, view="part")
 MAX_BLOCKS = 64
 """Most windows per dim. Smaller windows get no letter: sharding inside them would separate neighbors for little gain."""
 
@@ -65,21 +69,45 @@ def _sliced(call: Call, big: tuple[int, ...], position: int) -> tuple[list, list
     return _at(rank, dim, cut.whole), _at(rank, dim, cut.parts[0]), cut.sizes, cut.blocked
 
 
-@rule(aten.slice.Tensor)
+def _local_window(first: int) -> Callable[[LocalCall, Insert], Node]:
+    """Local call of slice and slice_scatter; `first` is the position of dim among the arguments."""
+    def local(call: LocalCall, insert: Insert) -> Node:
+        dim = call.argument(first, "dim", 0) % len(call.whole[0])
+        ratio = call.ratio(dim)
+        if ratio <= 1:
+            return call.unchanged(insert)
+        size = int(call.args[0].meta["val"].shape[dim])
+        step = call.argument(first + 3, "step", 1)
+        start, stop, _ = slice(call.argument(first + 1, "start"), call.argument(first + 2, "end"), step).indices(size * ratio)
+        # Of every `step` elements one: the same one. Of a run of blocks: the same blocks, each a part of the whole one.
+        bounds = (start, size) if step > 1 else (start // ratio, stop // ratio)
+        return insert(call.target, *call.args[:first], dim, *bounds, step)
+
+    return local
+
+
+@rule(aten.slice.Tensor, view="part", local=_local_window(1))
 def slice_(call: Call) -> Rule:
     """args: self, dim, start, end, step"""
     whole, part, sizes, blocked = _sliced(call, call.operands[0].shape, 1)
     return make_rule(call, [whole], [part], sizes=sizes, blocked=blocked, linear=[[0]])
 
 
-@rule(aten.slice_scatter.default)
+@rule(aten.slice_scatter.default, fusion="inlined", local=_local_window(2))
 def slice_scatter(call: Call) -> Rule:
     """args: self, source, dim, start, end, step"""
     whole, part, sizes, blocked = _sliced(call, call.results[0].shape, 2)
     return make_rule(call, [whole, part], [whole], sizes=sizes, blocked=blocked, linear=[[0, 1]])
 
 
-@rule(aten.split.Tensor, aten.split_with_sizes.default)
+def _local_split(call: LocalCall, insert: Insert) -> Node:
+    dim = call.argument(2, "dim", 0) % len(call.whole[0])
+    ratio = call.ratio(dim)
+    sizes = call.args[1]
+    return insert(call.target, call.args[0], sizes // ratio if isinstance(sizes, int) else [s // ratio for s in sizes], dim)
+
+
+@rule(aten.split.Tensor, aten.split_with_sizes.default, view="part", local=_local_split)
 def split(call: Call) -> Rule:
     """args: self, size or sizes, dim"""
     shape = call.operands[0].shape
@@ -91,7 +119,7 @@ def split(call: Call) -> Rule:
     )
 
 
-@rule(aten.cat.default)
+@rule(aten.cat.default, fusion="fuses")
 def cat(call: Call) -> Rule:
     """args: tensors, dim; empty tensors with one dim are ignored, whatever the rank of the others"""
     out = call.results[0].shape
@@ -107,7 +135,7 @@ def cat(call: Call) -> Rule:
     )
 
 
-@rule(aten.unbind.int)
+@rule(aten.unbind.int, view="part")
 def unbind(call: Call) -> Rule:
     rank = len(call.operands[0].shape)
     dim = call.argument(1, "dim", 0) % rank
@@ -125,7 +153,7 @@ def stack(call: Call) -> Rule:
     )
 
 
-@rule(aten.select.int)
+@rule(aten.select.int, view="part")
 def select(call: Call) -> Rule:
     rank = len(call.operands[0].shape)
     dim = call.args[1] % rank
@@ -134,7 +162,7 @@ def select(call: Call) -> Rule:
     return make_rule(call, [letters], [letters[:dim] + letters[dim + 1 :]], linear=[[0]])
 
 
-@rule(aten.select_scatter.default)
+@rule(aten.select_scatter.default, fusion="inlined")
 def select_scatter(call: Call) -> Rule:
     rank = len(call.results[0].shape)
     dim = call.args[2] % rank
@@ -143,7 +171,7 @@ def select_scatter(call: Call) -> Rule:
     return make_rule(call, [letters, letters[:dim] + letters[dim + 1 :]], [letters], linear=[[0, 1]])
 
 
-@rule(aten.constant_pad_nd.default)
+@rule(aten.constant_pad_nd.default, fusion="inlined")
 def constant_pad_nd(call: Call) -> Rule:
     old, new = call.operands[0].shape, call.results[0].shape
     pads = list(call.args[1]) + [0] * (2 * len(new) - len(call.args[1]))

@@ -20,16 +20,19 @@ def fft(call: Call) -> Rule:
     return make_rule(call, [letters], [letters], linear=[[0]])
 
 
-@rule(aten._cdist_forward.default)
+@rule(aten._cdist_forward.default, flops=lambda a, b, *_, out_val, **__: 3.0 * out_val.numel() * a.shape[-1])
 def cdist(call: Call) -> Rule:
-    """(…, p, m), (…, r, m) -> (…, p, r): a norm over m, so m stays whole. Batch dims are broadcast."""
+    """(…, p, m), (…, r, m) -> (…, p, r): a norm over m, so m stays whole. Batch dims are broadcast.
+
+    Of all pairs of rows: subtract, square and add per element.
+    """
     result = call.results[0].shape
     batch = list(range(len(result) - 2))
     x1, x2 = (aligned(batch, o.shape[:-2], result[:-2]) for o in call.operands)
     return make_rule(call, [[*x1, "p", None], [*x2, "r", None]], [[*batch, "p", "r"]])
 
 
-@rule(aten._cdist_backward.default)
+@rule(aten._cdist_backward.default, flops=lambda grad, a, *_, out_val, **__: 3.0 * grad.numel() * a.shape[-1])
 def cdist_backward(call: Call) -> Rule | None:
     """gradient (…, p, r), x1 (…, p, m), x2 (…, r, m), distances (…, p, r) -> gradient of x1"""
     batch = list(range(len(call.results[0].shape) - 2))

@@ -6,14 +6,26 @@ sum.
 from __future__ import annotations
 
 import torch
+from torch.fx import Node
 
 from passes.op_rules.base import Call, Rule, aligned, make_rule
+from passes.op_rules.local_call import Insert, LocalCall, last_stride_is_one
 from passes.op_rules.rule_table import rule
+from passes.op_rules.shifted_indices import before, if_split, masked, place_of, replaced, shifted, trailing_dims
+from passes.op_rules.shifted_indices import masked_index as local_masked_index
 
 aten = torch.ops.aten
+rule(aten.index.Tensor, aten.gather.default, fusion="fuses")
+rule(aten._unsafe_index.Tensor, fusion="inlined")
 
 
-@rule(aten.embedding.default, heavy=True)
+@if_split
+def _local_embedding(call: LocalCall, insert: Insert) -> Node:
+    safe, valid = shifted(call, insert, call.args[1])
+    return masked(insert, insert(call.target, call.args[0], safe), before(insert, valid, 1))
+
+
+@rule(aten.embedding.default, heavy="embedding", fusion="fuses", local=_local_embedding)
 def embedding(call: Call) -> Rule:
     index = [("i", d) for d in range(len(call.operands[1].shape))]
     return make_rule(
@@ -21,7 +33,7 @@ def embedding(call: Call) -> Rule:
     )
 
 
-@rule(aten.embedding_dense_backward.default, heavy=True)
+@rule(aten.embedding_dense_backward.default, heavy="embedding")
 def embedding_dense_backward(call: Call) -> Rule:
     """args: gradient, indices, number of rows, padding index, scale_grad_by_freq"""
     index = [("i", d) for d in range(len(call.operands[1].shape))]
@@ -35,7 +47,12 @@ MAX = 2
 """The mode "max" of embedding bags: the position of each maximum is among the results."""
 
 
-@rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, heavy=True)
+def _packed(value: torch.Tensor) -> bool:
+    """The strides of embedding bags decide which results are filled."""
+    return value.is_contiguous() and last_stride_is_one(value)
+
+
+@rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, heavy="embedding", layout=_packed)
 def embedding_bag(call: Call) -> Rule | None:
     """Bags have data-dependent bounds, so only columns can be sharded; results other than the first are for backward.
 
@@ -50,7 +67,7 @@ def embedding_bag(call: Call) -> Rule | None:
                      aside=[k for k in range(1, len(call.results)) if k != 3 or not greatest])
 
 
-@rule(aten._embedding_bag_backward.default, heavy=True)
+@rule(aten._embedding_bag_backward.default, heavy="embedding")
 def embedding_bag_backward(call: Call) -> Rule | None:
     """args: gradient, indices, offsets, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, ..."""
     inputs = [[None, "h"], *([None] * len(o.shape) for o in call.operands[1:])]
@@ -84,12 +101,21 @@ def in_place(dims: list | tuple[int, ...], where: list[int], letters: list | tup
     return [*rest[:at], *letters, *rest[at:]]
 
 
-@rule(aten.index.Tensor, aten._unsafe_index.Tensor)
+@if_split
+def _local_index(call: LocalCall, insert: Insert) -> Node:
+    table, indices = call.args
+    dim = place_of(indices)
+    safe, valid = shifted(call, insert, indices[dim], wraps=True)
+    picked = insert(call.target, table, replaced(indices, safe))
+    return masked(insert, picked, before(insert, valid, trailing_dims(call, dim)))
+
+
+@rule(aten.index.Tensor, aten._unsafe_index.Tensor, local=_local_index)
 def index(call: Call) -> Rule | None:
     return _index(call, list(call.args[1]), None, True)
 
 
-@rule(aten._unsafe_masked_index.default)
+@rule(aten._unsafe_masked_index.default, local=local_masked_index)
 def masked_index(call: Call) -> Rule | None:
     """args: self, mask, indices, fill value where the mask is false"""
     return _index(call, list(call.args[2]), call.args[1].index, call.args[3] == 0)
@@ -118,7 +144,15 @@ def _index(call: Call, indices: list, mask: int | None, else_zero: bool) -> Rule
     )
 
 
-@rule(aten.index_select.default)
+@if_split
+def _local_index_select(call: LocalCall, insert: Insert) -> Node:
+    table, dim, index = call.args
+    safe, valid = shifted(call, insert, index)
+    trailing = trailing_dims(call, dim % max(table.meta["val"].dim(), 1))
+    return masked(insert, insert(call.target, table, dim, safe), before(insert, valid, trailing))
+
+
+@rule(aten.index_select.default, local=_local_index_select)
 def index_select(call: Call) -> Rule:
     """args: self, dim, index (one dim, or none for a single element)"""
     table: list = list(range(len(call.operands[0].shape)))
@@ -130,7 +164,13 @@ def index_select(call: Call) -> Rule:
     )
 
 
-@rule(aten.gather.default)
+@if_split
+def _local_gather(call: LocalCall, insert: Insert) -> Node:
+    safe, valid = shifted(call, insert, call.args[2])
+    return masked(insert, insert(call.target, call.args[0], call.args[1], safe), valid)
+
+
+@rule(aten.gather.default, local=_local_gather)
 def gather(call: Call) -> Rule:
     """args: self, dim, index; other dims in which the index is smaller than the table stay whole"""
     table, index = call.operands[0].shape, call.operands[1].shape

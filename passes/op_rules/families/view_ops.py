@@ -2,13 +2,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
+from torch.fx import Node
 
 from passes.op_rules.base import Call, Rule, make_rule
+from passes.op_rules.local_call import (
+    Insert,
+    LocalCall,
+    is_contiguous,
+    last_dim_packed,
+    last_stride_is_one,
+    packed_copy,
+    reshape,
+    reshaped,
+)
 from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
+rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.default, aten.squeeze.dim,
+     aten.squeeze.dims, local=reshaped)
 
 
 def view_letters(old: tuple[int, ...], new: tuple[int, ...]):
@@ -70,40 +84,51 @@ def _reshape(call: Call, operand: int, linear: list[list[int]]) -> Rule:
 
 @rule(
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default,
-    aten.squeeze.dim, aten.squeeze.dims,
+    aten.squeeze.dim, aten.squeeze.dims, view="whole",
 )
 def view(call: Call) -> Rule:
     return _reshape(call, 0, [[0]])
 
 
-def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+def _reads_memory(call: LocalCall, insert: Insert) -> Node:
+    """Of a whole operand: a collective or another operator may have changed its strides."""
+    x, value = call.args[0], call.args[0].meta["val"]
+    wanted = call.strides[0] if call.strides else value.stride()
+    if tuple(value.stride()) != tuple(wanted):
+        order = sorted(range(value.dim()), key=lambda d: -wanted[d])
+        x = packed_copy(insert, insert(aten.permute.default, x, order))
+        x = insert(aten.permute.default, x, [order.index(d) for d in range(value.dim())])
+        sizes = value.shape
+        if any(size > 1 and a != b for size, a, b in zip(sizes, x.meta["val"].stride(), wanted)):
+            raise AssertionError(f"{call.target}: cannot lay out {tuple(sizes)} with strides {wanted}")
+    return insert(call.target, x, *call.args[1:], **call.kwargs)
 
 
-@rule(aten.as_strided.default)
+def _strided(operand: int) -> Callable[[LocalCall, Insert], Node]:
+    """A reshape of an operand where there is a rule."""
+    return lambda call, insert: _reads_memory(call, insert) if call.rule is None else reshape(
+        insert, call.args[operand], call.local[0])
+
+
+@rule(aten.as_strided.default, view="part", local=_strided(0))
 def as_strided(call: Call) -> Rule | None:
     """A reshape if operand and result are contiguous and have as many elements; else there is no rule."""
     same = call.operands[0].elements == call.results[0].elements and not call.argument(3, "storage_offset", 0)
-    if not same or not _contiguous(call.operands[0].shape, call.strides[0]):
+    if not same or not is_contiguous(call.operands[0].shape, call.strides[0]):
         return None
-    return _reshape(call, 0, [[0]]) if _contiguous(call.results[0].shape, call.args[2]) else None
+    return _reshape(call, 0, [[0]]) if is_contiguous(call.results[0].shape, call.args[2]) else None
 
 
-@rule(aten.as_strided_scatter.default)
+@rule(aten.as_strided_scatter.default, local=_strided(1))
 def as_strided_scatter(call: Call) -> Rule | None:
     """args: self, source, size, stride, offset; a reshape of the source if it covers all of self"""
     same = call.operands[0].elements == call.operands[1].elements and not call.argument(4, "storage_offset", 0)
-    if not same or not _contiguous(call.operands[0].shape, call.strides[0]):
+    if not same or not is_contiguous(call.operands[0].shape, call.strides[0]):
         return None
-    return _reshape(call, 1, [[1], [0, 1]]) if _contiguous(call.operands[1].shape, call.args[3]) else None
+    return _reshape(call, 1, [[1], [0, 1]]) if is_contiguous(call.operands[1].shape, call.args[3]) else None
 
 
-@rule(aten.view.dtype)
+@rule(aten.view.dtype, view="whole", layout=last_stride_is_one)
 def view_dtype(call: Call) -> Rule:
     """Reinterpret the bits as another dtype; if the item size differs, the last dim changes and stays whole."""
     dims: list = list(range(len(call.results[0].shape)))
@@ -118,25 +143,25 @@ def view_as_real(call: Call) -> Rule:
     return make_rule(call, [dims], [[*dims, None]], linear=[[0]])
 
 
-@rule(aten.view_as_complex.default)
+@rule(aten.view_as_complex.default, layout=last_dim_packed)
 def view_as_complex(call: Call) -> Rule:
     dims = list(range(len(call.results[0].shape)))
     return make_rule(call, [[*dims, None]], [dims], linear=[[0]])
 
 
-@rule(aten.permute.default)
+@rule(aten.permute.default, view="whole")
 def permute(call: Call) -> Rule:
     rank = len(call.operands[0].shape)
     return make_rule(call, [list(range(rank))], [[d % rank for d in call.args[1]]], linear=[[0]])
 
 
-@rule(aten.t.default)
+@rule(aten.t.default, view="whole")
 def t(call: Call) -> Rule:
     rank = len(call.operands[0].shape)
     return make_rule(call, [list(range(rank))], [list(range(rank))[::-1]], linear=[[0]])
 
 
-@rule(aten.transpose.int)
+@rule(aten.transpose.int, view="whole")
 def transpose(call: Call) -> Rule:
     rank = len(call.operands[0].shape)
     order = list(range(rank))
@@ -145,7 +170,7 @@ def transpose(call: Call) -> Rule:
     return make_rule(call, [list(range(rank))], [order], linear=[[0]])
 
 
-@rule(aten.expand.default)
+@rule(aten.expand.default, view="part", sizes=1)
 def expand(call: Call) -> Rule:
     old, new = call.operands[0].shape, call.results[0].shape
     shift = len(new) - len(old)
@@ -157,7 +182,13 @@ def expand(call: Call) -> Rule:
     )
 
 
-@rule(aten.repeat.default)
+def _repeat(call: LocalCall, insert: Insert) -> Node:
+    """Repetitions per dim are the ratio of result to operand, and so are local ones."""
+    own = [1] * (len(call.local[0]) - call.args[0].meta["val"].dim()) + list(call.args[0].meta["val"].shape)
+    return insert(call.target, call.args[0], [n // size if size else t for n, size, t in zip(call.local[0], own, call.args[1])])
+
+
+@rule(aten.repeat.default, fusion="inlined", local=_repeat)
 def repeat(call: Call) -> Rule:
     """Every dim is (repetitions, dim of the operand), and either factor can be sharded."""
     old, new, times = call.operands[0].shape, call.results[0].shape, call.args[1]
@@ -179,7 +210,7 @@ def roll(call: Call) -> Rule:
     return make_rule(call, [letters], [letters], linear=[[0]])
 
 
-@rule(aten.diagonal.default)
+@rule(aten.diagonal.default, view="part")
 def diagonal(call: Call) -> Rule:
     """args: self, offset, dim1, dim2"""
     whole, part = _diagonal_letters(call.operands[0].shape, call.argument(2, "dim1", 0), call.argument(3, "dim2", 1))
@@ -207,7 +238,7 @@ def unfold(call: Call) -> Rule:
     return make_rule(call, [letters], [[*letters, None]], linear=[[0]])
 
 
-@rule(aten.unfold_backward.default)
+@rule(aten.unfold_backward.default, sizes=1)
 def unfold_backward(call: Call) -> Rule:
     """args: gradient, sizes of the operand, dim, size, step"""
     rank = len(call.results[0].shape)

@@ -18,8 +18,7 @@ from passes import compat
 from passes.base import TransformPass
 from passes.graph.fx_nodes import is_collective
 from passes.op_rules.families.convolutions import OPERANDS
-from passes.op_rules.rule_table import is_pointwise
-from passes.op_rules.view_names import VIEWS, view_name
+from passes.op_rules.rule_table import is_pointwise, name_of, operator_of, packet_name
 from passes.registry import register
 from passes.transforms.rewriting.call_inserter import CallInserter
 
@@ -43,7 +42,7 @@ class ChannelsLast(TransformPass):
         joined = _join_in_order(graph, fake_mode)
         copies: dict[fx.Node, fx.Node] = {}
         for node in list(graph.nodes):
-            for x in node.args[:OPERANDS.get(node.target, 0)]:
+            for x in node.args[:OPERANDS.get(name_of(node.target), 0)]:
                 if x not in copies and (_is_given(x) or _follows_constant(x)) and _is_in_another_order(x):
                     copies[x] = _in_order(graph, node, x, fake_mode)
                 if x in copies:
@@ -57,7 +56,7 @@ def _join_in_order(graph: fx.Graph, fake_mode: Any) -> bool:
     come from a convolution, or are computed into the result (`passes.transforms.cleanup.unalias_cat`)."""
     changed = False
     for cat in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
-        if any(cat in user.args[:OPERANDS.get(user.target, 0)] for user in cat.users):
+        if any(cat in user.args[:OPERANDS.get(name_of(user.target), 0)] for user in cat.users):
             parts = [_in_order(graph, cat, x, fake_mode) if len(x.users) == 1 and _is_in_another_order(x) else x
                      for x in cat.args[0]]
             changed |= parts != list(cat.args[0])
@@ -80,7 +79,8 @@ def _is_given(x: fx.Node) -> bool:
     while stack:
         node = stack.pop()
         if node.op == "call_function":
-            if not (is_pointwise(node.target) or is_collective(node.target) or view_name(node.target) in VIEWS | {"clone"}):
+            if not (is_pointwise(node.target) or is_collective(node.target) or operator_of(node.target).view
+                    or packet_name(node.target) == "clone"):
                 return False
             new = [each for each in node.all_input_nodes if each not in seen]
             seen.update(new)
@@ -96,7 +96,7 @@ def _follows_constant(x: fx.Node) -> bool:
         x = next(same, None)  # pyright: ignore[reportAssignmentType]
         if x is None:
             return False
-    return x.op == "call_function" and view_name(x.target) in {"expand", "full"}
+    return x.op == "call_function" and packet_name(x.target) in {"expand", "full"}
 
 
 def _shape(x: fx.Node) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from passes.base import TransformPass
 from passes.compat import fake_mode_of
-from passes.op_rules.rule_table import operand_nodes, rule_of
+from passes.op_rules.call_rules import operand_nodes, rule_of
 from passes.registry import register
 from passes.transforms.rewriting.call_inserter import CallInserter
 

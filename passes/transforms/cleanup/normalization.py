@@ -26,8 +26,7 @@ from passes.base import TransformPass
 from passes.compat import fake_mode_of
 from passes.graph.user_checkpointing import copy_checkpoint_marks
 from passes.op_rules.opaque_calls import is_opaque
-from passes.op_rules.rule_table import is_heavy, is_random
-from passes.op_rules.view_names import WHOLE_VIEWS, view_name
+from passes.op_rules.rule_table import is_random, operator_of
 from passes.registry import register
 from passes.transforms.cleanup import as_strided_views
 from passes.transforms.rewriting.call_inserter import CallInserter
@@ -237,7 +236,7 @@ REWRITES = {
 def _private_views(gm: GraphModule) -> bool:
     changed = False
     for node in list(gm.graph.nodes):
-        if node.op == "call_function" and is_heavy(node.target):
+        if node.op == "call_function" and operator_of(node.target).heavy:
             copies: dict[Node, Node] = {}
             for operand in list(node.all_input_nodes):
                 own = _private(operand, node, copies)
@@ -248,7 +247,7 @@ def _private_views(gm: GraphModule) -> bool:
 
 
 def _is_view(x: Node) -> bool:
-    return x.op == "call_function" and view_name(x.target) in WHOLE_VIEWS
+    return x.op == "call_function" and operator_of(x.target).view == "whole"
 
 
 def _private(x: Node, user: Node, copies: dict[Node, Node], shared: bool = False) -> Node:

@@ -28,10 +28,10 @@ from passes.compat import fake_mode_of
 from passes.cost_model.base import BUCKET_BYTES
 from passes.graph.fx_nodes import WAIT, is_collective
 from passes.graph.module_blocks import assign_blocks
-from passes.op_rules.rule_table import is_heavy, is_random
+from passes.op_rules.local_call import reshape
+from passes.op_rules.rule_table import is_random, operator_of
 from passes.registry import register
 from passes.transforms.rewriting.call_inserter import CallInserter
-from passes.transforms.shard.redistributor import reshape
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 ALL_REDUCE, REDUCE_SCATTER = c10d.all_reduce.default, c10d.reduce_scatter_tensor.default
@@ -158,7 +158,7 @@ def _only_for_outputs(wait: Node) -> tuple[Node, ...] | None:
         for user in stack.pop().users:
             if user.op == "output" or user in found:
                 continue
-            dear = is_collective(user.target) or is_heavy(user.target) or is_random(user.target)
+            dear = is_collective(user.target) or operator_of(user.target).heavy or is_random(user.target)
             if dear or len(found) > MAX_LATER:
                 return None
             found[user] = None

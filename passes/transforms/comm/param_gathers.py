@@ -13,8 +13,7 @@ from torch.fx import GraphModule, Node
 from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, WAIT, is_collective
 from passes.graph.module_blocks import assign_blocks, assign_modules
 from passes.graph.user_checkpointing import CHECKPOINTED
-from passes.op_rules.rule_table import is_heavy, is_random
-from passes.op_rules.view_names import VIEWS, view_name
+from passes.op_rules.rule_table import is_random, operator_of
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 LITTLE = 0.1
@@ -62,7 +61,7 @@ def find_gathers(gm: GraphModule) -> list[ParamGather]:
         if lead is None:
             continue
         reader = min(wait.users)
-        while view_name(reader.target) in VIEWS and reader.users:
+        while operator_of(reader.target).view and reader.users:
             reader = min(reader.users)
         value = wait.meta["val"]
         found.append(ParamGather(
@@ -76,7 +75,8 @@ def _lead(node: Node) -> tuple[Node, ...] | None:
     """The calls from a forward input to a node, if few and cheap: views, casts, copies. Else None."""
     found: list[Node] = []
     while node.op == "call_function":
-        if len(node.all_input_nodes) != 1 or is_collective(node.target) or is_heavy(node.target) or is_random(node.target):
+        if len(node.all_input_nodes) != 1 or is_collective(node.target) or operator_of(node.target).heavy or is_random(
+                node.target):
             return None
         found.append(node)
         node = node.all_input_nodes[0]

@@ -13,8 +13,7 @@ from torch import fx
 
 from passes.base import TransformPass
 from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE
-from passes.op_rules.rule_table import is_pointwise
-from passes.op_rules.view_names import VIEWS, view_name
+from passes.op_rules.rule_table import is_pointwise, operator_of
 from passes.registry import register
 
 
@@ -32,7 +31,7 @@ class HoistToForward(TransformPass):
             if _begins_backward(node) or any(x in backward for x in node.all_input_nodes):
                 backward.add(node)
                 begun |= node.op == "call_function"
-            elif begun and node.op == "call_function" and (is_pointwise(node.target) or view_name(node.target) in VIEWS):
+            elif begun and node.op == "call_function" and (is_pointwise(node.target) or operator_of(node.target).view):
                 made = [x for x in node.all_input_nodes if x.op == "call_function"]
                 if made:
                     max(made).append(node)

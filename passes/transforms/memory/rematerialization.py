@@ -18,7 +18,7 @@ from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION, STORAGE_PR
 from passes.errors import HpmlError
 from passes.graph.fx_nodes import WAIT
 from passes.op_rules.recomputable import is_recomputable
-from passes.op_rules.view_names import VIEWS, view_name
+from passes.op_rules.rule_table import operator_of
 from passes.registry import register
 
 AGAIN = "_again"
@@ -36,9 +36,9 @@ class Rematerialize(TransformPass):
     preserves = (CHECKPOINT_DECISION,)
 
     def run(self, graph_module: fx.GraphModule) -> bool:
-        kept, program = read(CHECKPOINT_DECISION, graph_module), read(STORAGE_PROGRAM, graph_module)
-        backward = {run.name for run in program.runs if run.backward}
-        once = {run.name for run in program.runs if not run.repeatable}
+        kept, tape = read(CHECKPOINT_DECISION, graph_module), read(STORAGE_PROGRAM, graph_module)
+        backward = {run.name for run in tape.runs if run.backward}
+        once = {run.name for run in tape.runs if not run.repeatable}
         if missing := kept.names - {node.name for node in graph_module.graph.nodes}:
             raise HpmlError(f"there is no {', '.join(sorted(missing))} to save", "rematerialize",
                             "the checkpointing decision is of another graph: this is a bug in the checkpointing pass")
@@ -93,7 +93,7 @@ class _RematerializationRewrite:
 
     def _copy(self, node: fx.Node, before: fx.Node) -> fx.Node:
         # Nodes without memory, such as views, are no ops of the program; an element of a tuple belongs to its call.
-        if node.name in self.once or not (node.target is WAIT or view_name(node.target) in VIEWS or is_recomputable(node)):
+        if node.name in self.once or not (node.target is WAIT or operator_of(node.target).view or is_recomputable(node)):
             raise HpmlError(f"{node.name} ({node.target}) cannot be recomputed and is not saved", "rematerialize",
                             "save it: this is a bug in the checkpointing pass")
         with self.graph.inserting_before(before):

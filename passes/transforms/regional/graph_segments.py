@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from passes import compat
 from passes.graph.fx_nodes import WAIT, arguments_of, constants_of, is_collective, memory_of, returned_nodes
-from passes.op_rules.view_names import VIEWS, view_name
+from passes.op_rules.rule_table import operator_of
 from passes.transforms.regional.repeated_regions import described, repetition_cuts
 
 LOOK_UP = "prims.inductor_lookup_seed.default"
@@ -181,7 +181,7 @@ def _memory(node: Node) -> set[int | None]:
     """Storages that a value may use: its own, and those of the tensors that it is a view of, even if traced separately."""
     found = {memory_of(node)}
     while node.op == "call_function" and node.all_input_nodes and (
-            node.target is WAIT or node.target is operator.getitem or view_name(node.target) in VIEWS):
+            node.target is WAIT or node.target is operator.getitem or operator_of(node.target).view):
         node = node.all_input_nodes[0]
         values = node.meta.get("val")
         found |= {memory_of(x) for x in values} if isinstance(values, (tuple, list)) else {memory_of(values)}

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from passes.compat import coordinate_in
 from passes.graph.shard_offset import ShardOffset
-from passes.transforms.rewriting.call_inserter import CallInserter
+from passes.op_rules.local_call import Insert
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -36,7 +36,7 @@ def _fake_coordinate(group: str, device: torch.device) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device=device)
 
 
-def begin_of(insert: CallInserter, offset: ShardOffset, device: torch.device) -> Node | int:
+def begin_of(insert: Insert, offset: ShardOffset, device: torch.device) -> Node | int:
     """An integer tensor without dims; 0 if all ranks start at 0."""
     if not offset.strides:
         return 0
@@ -44,11 +44,11 @@ def begin_of(insert: CallInserter, offset: ShardOffset, device: torch.device) ->
     return functools.reduce(lambda a, b: insert(aten.add.Tensor, a, b), terms)
 
 
-def times(insert: CallInserter, x: Node, factor: int) -> Node:
+def times(insert: Insert, x: Node, factor: int) -> Node:
     return x if factor == 1 else insert(aten.mul.Tensor, x, factor)
 
 
-def part_from(insert: CallInserter, x: Node, dim: int, begin: Node, count: int) -> Node:
+def part_from(insert: Insert, x: Node, dim: int, begin: Node, count: int) -> Node:
     """`count` elements of a dim, from `begin` on."""
     device = x.meta["val"].device
     positions = insert(prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False)

@@ -26,6 +26,7 @@ from passes.graph.shard_offset import ShardOffset
 from passes.hardware.axis import Axes, AxisKind, time_axis
 from passes.json_records import FrozenMap
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE
+from passes.op_rules.local_call import reshape
 from passes.transforms.microbatch.loop_markers import ADD_UP, PUT_TOGETHER, TAKE
 from passes.transforms.rewriting.call_inserter import CallInserter
 from passes.transforms.shard.rank_coordinate import begin_of, is_small, part_from
@@ -91,7 +92,7 @@ class Redistributor:
     `passes.transforms.shard.spmd_rewrite.Shard`."""
 
     def __init__(self, groups: MeshGroups, asks: bool = False):
-        self.groups, self.at_run_time = groups, asks
+        self.groups, self.asks = groups, asks
 
     def hop(self, insert: CallInserter, x: Node, value: Value, source: Layout, target: Layout) -> Node:
         """`x` is a local tensor of `value` in layout `source`; exactly one axis differs from `target`."""
@@ -159,7 +160,7 @@ class Redistributor:
             apart = reshape(insert, x, [*shape[:dim], outer, n, inner, *shape[dim + 1 :]])
         begins = ShardOffset(local[dim] if outer == 1 else 1, ((self.groups.names[axis], 1),))
         # A slice of a graph input may be hoisted out of the graph (`passes.transforms.shard.hoist_batch_slice`).
-        if self.at_run_time and x.op != "placeholder" and is_small(x, n):
+        if self.asks and x.op != "placeholder" and is_small(x, n):
             begin = begin_of(insert, begins, x.meta["val"].device)
             part = part_from(insert, apart, dim if outer == 1 else dim + 1, begin, begins.count)
         elif outer == 1:
@@ -216,9 +217,3 @@ class Redistributor:
                 if (d, k) < source[axis]:
                     inside *= f
         return self._from_front(insert, received, inside, n, local_shape(value, target, self.groups.axes))
-
-
-def reshape(insert: CallInserter, x: Node, shape: Sequence[int]) -> Node:
-    """A view if the strides allow it, else a copy: decided at run time, because fake values may not have the strides
-    of real ones (CPU attention) and lowering may choose others."""
-    return insert(aten.reshape.default, x, list(shape))

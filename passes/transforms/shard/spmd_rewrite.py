@@ -31,15 +31,16 @@ from passes.graph.step_phase import FORWARD
 from passes.graph.user_checkpointing import REGION
 from passes.hardware.axis import AxisKind
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Rule
+from passes.op_rules.call_rules import operand_nodes
+from passes.op_rules.local_call import LocalCall
 from passes.op_rules.opaque_calls import is_opaque, leaves_of, port_of
-from passes.op_rules.rule_table import operand_nodes
 from passes.registry import register
 from passes.transforms.rewriting.call_appender import CallAppender
 from passes.transforms.rewriting.fake_results import FakeResults
-from passes.transforms.shard.local_call import LocalCall, ShardRange
 from passes.transforms.shard.localization import localize, ordered_ranges, shifted_ranges
 from passes.transforms.shard.output_strides import with_traced_strides
 from passes.transforms.shard.redistributor import MeshGroups, Redistributor
+from passes.transforms.shard.shard_range import ShardRange
 
 
 class Sharder:
@@ -47,7 +48,7 @@ class Sharder:
                  groups: MeshGroups, fake_mode: Any, asks: bool = False):
         self.gm, self.graph, self.rules, self.decision = gm, graph, rules, decision
         self.groups, self.fake_mode, self.fakes = groups, fake_mode, FakeResults(fake_mode)
-        self.at_run_time, self.redistributor = asks, Redistributor(groups, asks)
+        self.asks, self.redistributor = asks, Redistributor(groups, asks)
         self.new = Graph()
         self.env: dict[Node, Node] = {}
         self.made: dict[int, tuple[Node, Layout]] = {}
@@ -187,9 +188,9 @@ class Sharder:
         new = localize(
             LocalCall(
                 target=node.target, args=tuple(args), kwargs=kwargs,
-                global_shapes=tuple(v.spec.shape for v in values),
-                local_shapes=tuple(local_shape(v, p, self.groups.axes) for v, p in zip(values, layouts.made)),
-                rule=rule, ranges=shifted_ranges(rule, part), ordered=ordered_ranges(rule, part), at_run_time=self.at_run_time,
+                whole=tuple(v.spec.shape for v in values),
+                local=tuple(local_shape(v, p, self.groups.axes) for v, p in zip(values, layouts.made)),
+                rule=rule, ranges=shifted_ranges(rule, part), ordered=ordered_ranges(rule, part), asks=self.asks,
                 strides=tuple(tuple(n.meta["val"].stride()) for n in operand_nodes(node)),
             ),
             CallAppender(self.new, node, self.fakes),
@@ -269,7 +270,7 @@ def shard(gm: GraphModule, graph: PlacementGraph, rules: Sequence[Rule | None], 
 @register
 @dataclass(frozen=True)
 class Shard(TransformPass):
-    """Replaces the whole graph by the graph of one rank. groups: this rank's place in the mesh. at_run_time: read that place
+    """Replaces the whole graph by the graph of one rank. groups: this rank's place in the mesh. asks: read that place
     from the process groups when the graph runs, instead of from constants, except for large slices: then
     ranks have equal graphs, if they differ in nothing else."""
 
@@ -277,13 +278,12 @@ class Shard(TransformPass):
     requires = (GRAPH_SIGNATURE, OPERATIONS, DECISION)
 
     groups: MeshGroups = MeshGroups((), (), ())
-    at_run_time: bool = False
+    asks: bool = False
 
     def run(self, graph_module: GraphModule) -> bool:
         operations = read(OPERATIONS, graph_module)
         decision = read(DECISION, graph_module)
         sharded = shard(
-            graph_module, operations.graph, operations.rules, decision, self.groups, fake_mode_of(graph_module),
-            self.at_run_time)
+            graph_module, operations.graph, operations.rules, decision, self.groups, fake_mode_of(graph_module), self.asks)
         graph_module.graph = sharded.graph
         return True

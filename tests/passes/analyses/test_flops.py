@@ -13,6 +13,8 @@ from passes.analyses.shapes import Shapes
 from passes.annotations import read
 from passes.compat import pytree
 from passes.manager import PassManager
+from passes.op_rules.families.moe import grouped_mm_backward_flops, grouped_mm_flops
+from passes.op_rules.rule_table import OPERATORS, rule
 from tests.passes.traced import joint_graph
 
 aten = torch.ops.aten
@@ -161,15 +163,26 @@ def test_grouped_matmul(left, right, out, expected):
     assert call_flops(aten._grouped_mm.default, left, right, OFFSETS, val=out) == expected
 
 
-def test_grouped_matmul_of_another_library():
+def test_an_op_of_another_library_costs_what_it_registers():
     library = torch.library.Library("hpml_test_grouped", "FRAGMENT")
-    library.define("grouped_mm_fallback(Tensor x, Tensor w, Tensor offs) -> Tensor")
-    library.define("grouped_mm_fallback_backward(Tensor x, Tensor w, Tensor offs, Tensor grad) -> (Tensor, Tensor)")
+    library.define("experts(Tensor x, Tensor w, Tensor offs) -> Tensor")
+    library.define("experts_backward(Tensor x, Tensor w, Tensor offs, Tensor grad) -> (Tensor, Tensor)")
+    for name in ("gelu", "reserve", "rows"):
+        library.define(f"{name}(Tensor x) -> Tensor")
     ops = torch.ops.hpml_test_grouped
     x, w, out = meta(ROWS, HIDDEN), meta(EXPERTS, HIDDEN, WIDE), meta(ROWS, WIDE)
     once = 2 * ROWS * HIDDEN * WIDE
-    assert call_flops(ops.grouped_mm_fallback.default, x, w, OFFSETS, val=out) == once
-    assert call_flops(ops.grouped_mm_fallback_backward.default, x, w, OFFSETS, out, val=(x, w)) == 2 * once
+    with OPERATORS.temporary():
+        rule("hpml_test_grouped::experts", heavy="matmul", flops=grouped_mm_flops)
+        rule(ops.experts_backward.default, flops=grouped_mm_backward_flops)
+        rule("hpml_test_grouped::gelu", flops=8)
+        rule("hpml_test_grouped::reserve", flops=0)
+        rule("hpml_test_grouped::rows", view="part")
+        assert call_flops(ops.experts.default, x, w, OFFSETS, val=out) == once
+        assert call_flops(ops.experts_backward.default, x, w, OFFSETS, out, val=(x, w)) == 2 * once
+        assert call_flops(ops.gelu.default, x, val=x) == 8 * ROWS * HIDDEN
+        assert call_flops(ops.reserve.default, x, val=x) == call_flops(ops.rows.default, x, val=x) == 0
+    assert call_flops(ops.experts.default, x, w, OFFSETS, val=out) == ROWS * WIDE
 
 
 def test_an_op_that_nobody_knows_costs_its_output():

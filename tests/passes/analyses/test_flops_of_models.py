@@ -10,7 +10,8 @@ from torch import fx
 
 from passes.analyses.flops import has_formula, node_flops
 from passes.analyses.shapes import Shapes
-from passes.op_rules.rule_table import call_of, is_heavy, name_of, rule_of
+from passes.op_rules.call_rules import call_of, rule_of
+from passes.op_rules.rule_table import name_of, operator_of
 from tests.passes.op_rules.families.steps import traced
 from tests.passes.op_rules.families.zoo import MODELS
 
@@ -35,7 +36,7 @@ def heavy_calls(name: str) -> Iterator[fx.Node]:
         for node in step.gm.graph.nodes:
             if node.op != "call_function" or node.target is operator.getitem:
                 continue
-            if (is_heavy(node.target) or contracts(node)) and not any(w in name_of(node.target) for w in LOOK_UPS):
+            if (operator_of(node.target).heavy or contracts(node)) and not any(w in name_of(node.target) for w in LOOK_UPS):
                 yield node
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from passes.analyses.placement_graph_builder import build_placement_graph, kind_of
+from passes.analyses.placement_graph_builder import build_placement_graph
 from passes.graph.step_phase import BACKWARD
+from passes.op_rules.rule_table import operator_of
 from tests.passes.traced import annotated_joint, mlp
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ def annotated():
     (aten.gelu.default, "pointwise"), (aten.sum.dim_IntList, "pointwise"),
 ])
 def test_kinds(target, kind):
-    assert kind_of(target) == kind
+    assert operator_of(target).kind == kind
 
 
 def test_every_call_is_an_operation_in_order_and_every_tensor_a_value(annotated):

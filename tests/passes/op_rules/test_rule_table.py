@@ -10,18 +10,8 @@ from torch import fx
 from passes.json_records import FrozenMap
 from passes.op_rules import rule_table
 from passes.op_rules.base import Call, Operand, Rule, make_rule
-from passes.op_rules.rule_table import (
-    apply_rule,
-    has_rule,
-    is_heavy,
-    is_pointwise,
-    name_of,
-    rule,
-    rule_of,
-    rule_of_call,
-    spec_of,
-    targets,
-)
+from passes.op_rules.call_rules import apply_rule, rule_of, rule_of_call, spec_of
+from passes.op_rules.rule_table import has_rule, is_pointwise, name_of, operator_of, rule, targets
 from tests.passes.op_rules.families import (
     test_attention,
     test_convolutions,
@@ -91,12 +81,12 @@ def test_an_operator_without_a_rule_is_left_whole():
 
 def test_an_operator_may_stand_in_the_table_before_it_is_registered():
     assert has_rule(torch.ops.transformers.grouped_mm_fallback.default)
-    assert is_heavy(torch.ops.transformers.grouped_mm_fallback.default) and not is_heavy(aten.add.Tensor)
+    assert operator_of(torch.ops.transformers.grouped_mm_fallback.default).heavy and not operator_of(aten.add.Tensor).heavy
     assert "aten::_grouped_mm" in targets()
 
 
 def test_two_rules_for_one_operator_are_refused():
-    with pytest.raises(ValueError, match="two rules for aten::mm"):
+    with pytest.raises(ValueError, match="rule of aten::mm is registered twice"):
         rule(aten.mm.default)(lambda call: None)
 
 
@@ -108,7 +98,7 @@ def test_two_rules_for_one_operator_are_refused():
     lambda call: "S(0)",
 ], ids=["raises", "too few operands", "takes an argument for granted", "does not fit", "is no rule"])
 def test_a_rule_that_fails_leaves_its_operator_whole_and_says_so_once(fails, monkeypatch, caplog):
-    monkeypatch.setitem(rule_table.RULES, "aten::mv", rule_table.RegisteredRule(fails, heavy=True))
+    monkeypatch.setitem(rule_table.OPERATORS, "aten::mv", rule_table.Operator(fails, "matmul"))
     call = call_of_sample(sample(aten.mv.default, f(8, 4), f(4)))
     assert rule_of_call(call) is None and rule_of_call(call) is None
     (record,) = caplog.records

@@ -14,7 +14,6 @@ from passes.graph.decision import Decision
 from passes.graph.layouts import Layout, local_bytes
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.graph.step_phase import BACKWARD
-from passes.op_rules.view_names import VIEWS, view_name
 from passes.sharding.grouping.op_groups import OpGroup
 from passes.sharding.oracle.comm_attribution import CommAttribution, readers_of
 from passes.sharding.oracle.cost_check import DecisionCost, boundary
@@ -80,7 +79,7 @@ class _DecisionStepGraph:
             reads=tuple((self._name(v), layout) for v, layout in zip(op.inputs, layouts.inputs)),
             result_bytes=tuple(self._bytes(v, layout) for v, layout in zip(op.outputs, layouts.outputs)),
             saved=tuple(v in self.held for v in op.outputs),
-            view_of=self._name(op.inputs[0]) if op.inputs and view_name(op.target) in VIEWS else None,
+            view_of=self._name(op.inputs[0]) if op.inputs and op.kind == "view" else None,
             kernel=kernel,
         )
 

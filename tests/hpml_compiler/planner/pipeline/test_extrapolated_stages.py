@@ -33,8 +33,8 @@ class EncoderDecoder(nn.Module):
         return nn.functional.cross_entropy((y @ self.table.weight.t()).flatten(0, 1), labels.flatten())
 
 
-def planned(model, cluster="1x4:a100-80g", **options):
-    tokens = torch.zeros(16, 16, dtype=torch.long)
+def planned(model, cluster="1x4:a100-80g", rows=16, **options):
+    tokens = torch.zeros(rows, 16, dtype=torch.long)
     made = hpml_compiler.plan(model, (tokens, tokens), cluster=cluster, microbatches=4, **options)
     assert isinstance(made, Plan)
     return made.graphs[0]
@@ -63,6 +63,23 @@ def test_few_layers_tell_what_all_of_them_would(options):
         assert (a.saved_bytes, a.kept.backward.bytes) == pytest.approx((b.saved_bytes, b.kept.backward.bytes), rel=0.02)
     assert short.predicted.step_time_us == pytest.approx(long.predicted.step_time_us, rel=0.03)
     assert short.memory.peak == pytest.approx(long.memory.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("options", [
+    {"mesh": {"pp": 4}, "memory_budget": 0.7}, {"mesh": {"pp": 4}, "recompute": "selective", "schedule": "zero_bubble"},
+    {"mesh": {"pp": 4}, "recompute": "full"}, {"mesh": {"pp": 2, "dp": 2}, "memory_budget": 0.7, "offload": "saved"}], ids=str)
+def test_a_budget_is_met_with_the_values_that_few_layers_save(options):
+    """memory_budget: as a share of the peak without one."""
+    free = {"rows": 256, "mesh": options["mesh"], "schedule": options.get("schedule", "auto")}
+    budget = options.get("memory_budget") and round(options["memory_budget"] * planned(gpt(), **free).memory.peak)
+    short, long = (planned(gpt(), trace_all_layers=whole, rows=256, **{**options, "memory_budget": budget})
+                   for whole in (False, True))
+    assert short.graph_hash.startswith("shortened:") and any(stage.kept.again for stage in short.pipeline.stages)
+    assert budget is None or 0.9 * budget < short.memory.peak <= budget
+    assert short.memory.peak == pytest.approx(long.memory.peak, rel=0.1 if budget else 0.04)
+    for a, b in zip(short.pipeline.stages, long.pipeline.stages):
+        assert a.kept.saved_bytes == pytest.approx(b.kept.saved_bytes, rel=0.25 if budget else 0.02)
+    assert short.predicted.step_time_us == pytest.approx(long.predicted.step_time_us, rel=0.05)
 
 
 def test_layers_of_an_encoder_and_of_a_decoder():

@@ -34,11 +34,12 @@ from passes.op_rules.base import (
     format_placement,
     strategies,
 )
+from passes.op_rules.call_rules import apply_rule, call_of
 from passes.op_rules.families.view_ops import view_letters
-from passes.op_rules.rule_table import apply_rule, call_of
+from passes.op_rules.local_call import LocalCall
 from passes.transforms.rewriting.call_inserter import CallInserter
-from passes.transforms.shard.local_call import LocalCall, ShardRange
 from passes.transforms.shard.localization import localize, ordered_ranges, shifted_ranges
+from passes.transforms.shard.shard_range import ShardRange
 
 AXIS_SIZES = (2, 3, 4)
 inductor_decompositions()  # some primitives are registered when inductor's lowerings are imported
@@ -342,8 +343,8 @@ class Run:
             return localize(
                 LocalCall(
                     target=self.sample.target, args=args, kwargs=kwargs,
-                    global_shapes=tuple(s.shape for s in self.call.results),
-                    local_shapes=tuple(shape(s, port) for port, s in enumerate(self.call.results)),
+                    whole=tuple(s.shape for s in self.call.results),
+                    local=tuple(shape(s, port) for port, s in enumerate(self.call.results)),
                     rule=self.rule, ranges=ranges, ordered=ordered, strides=self.call.strides,
                 ),
                 insert,

@@ -7,7 +7,8 @@ import pytest
 from torch import fx
 
 from passes.op_rules.base import strategies
-from passes.op_rules.rule_table import call_of, has_rule, is_random, name_of, results_of, rule_of
+from passes.op_rules.call_rules import call_of, results_of, rule_of
+from passes.op_rules.rule_table import has_rule, is_random, name_of
 from tests.passes.op_rules.families.steps import traced
 from tests.passes.op_rules.families.zoo import MODELS
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from passes.json_records import FrozenMap
-from passes.op_rules import rule_table
+from passes.op_rules import rule_table, shifted_indices
 from passes.op_rules.base import Rule
-from passes.transforms.shard import localization, sharded_indexing
 from tests.passes.op_rules.families.harness import Sample, check, f, i, sample
 
 aten = torch.ops.aten
@@ -56,8 +55,8 @@ MUTATIONS = [
 def test_a_wrong_rule_fails(case: Sample, mutate, monkeypatch):
     check(case)
     name = rule_table.name_of(case.target)
-    right = rule_table._lookup(case.target)
-    monkeypatch.setitem(rule_table.RULES, name, rule_table.RegisteredRule(lambda call: mutate(right(call)), heavy=False))
+    known = rule_table.operator_of(case.target)
+    monkeypatch.setitem(rule_table.OPERATORS, name, replace(known, rule=lambda call: mutate(known.rule(call))))
     with pytest.raises(AssertionError):
         check(case)
 
@@ -65,7 +64,8 @@ def test_a_wrong_rule_fails(case: Sample, mutate, monkeypatch):
 def test_a_wrong_rewrite_fails(monkeypatch):
     case = sample(aten.slice.Tensor, f(12, 4), 0, 4, 8)
     check(case)
-    monkeypatch.delitem(localization.SPECIAL, aten.slice.Tensor)
+    known = rule_table.operator_of(aten.slice.Tensor)
+    monkeypatch.setitem(rule_table.OPERATORS, "aten::slice.Tensor", replace(known, local=None))
     with pytest.raises(AssertionError):
         check(case)
 
@@ -73,6 +73,6 @@ def test_a_wrong_rewrite_fails(monkeypatch):
 def test_an_index_that_wraps_in_the_part_instead_of_the_whole_fails(monkeypatch):
     case = sample(aten.index.Tensor, f(12, 4), [i(12, 64, low=-12)])
     check(case)
-    monkeypatch.setattr(sharded_indexing, "_whole", lambda call: 0)
+    monkeypatch.setattr(shifted_indices, "whole_size", lambda call: 0)
     with pytest.raises(AssertionError):
         check(case)

@@ -8,8 +8,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.compat import fake_mode_of
-from passes.op_rules.rule_table import is_heavy
-from passes.op_rules.view_names import WHOLE_VIEWS, view_name
+from passes.op_rules.rule_table import operator_of
 from passes.transforms.cleanup.normalization import Normalize, normalize
 
 aten = torch.ops.aten
@@ -133,7 +132,7 @@ def test_every_product_has_its_own_views():
         return one, two, aten.exp.default(t)
 
     gm = check(function, f(5, 4), f(24))  # equal views are shared before
-    products = [n for n in gm.graph.nodes if is_heavy(n.target)]
+    products = [n for n in gm.graph.nodes if operator_of(n.target).heavy]
     views = [n.args[1] for n in products]
     assert len(products) == 2 and len({*views, *(v.args[0] for v in views)}) == 4
     for view in views:
@@ -155,8 +154,8 @@ def test_copies_belong_to_the_product_that_reads_them():
     for number, (node, tag) in enumerate(zip(nodes, ("is_forward", "is_forward", "is_backward"))):
         node.meta.update(partitioner_tag=tag, seq_nr=number)
     assert normalize(gm, fake_mode_of(gm))
-    for node in [n for n in gm.graph.nodes if is_heavy(n.target)]:
-        (view,) = [a for a in node.args if view_name(a.target) in WHOLE_VIEWS]
+    for node in [n for n in gm.graph.nodes if operator_of(n.target).heavy]:
+        (view,) = [a for a in node.args if operator_of(a.target).view == "whole"]
         assert (view.meta["partitioner_tag"], view.meta["seq_nr"]) == (node.meta["partitioner_tag"], node.meta["seq_nr"])
 
 

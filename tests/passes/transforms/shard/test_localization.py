@@ -12,9 +12,10 @@ from torch import fx
 from passes import compat
 from passes.graph.shard_offset import ShardOffset
 from passes.op_rules.base import Rule
+from passes.op_rules.local_call import LocalCall
 from passes.transforms.rewriting.call_inserter import CallInserter
-from passes.transforms.shard.local_call import LocalCall, ShardRange
 from passes.transforms.shard.localization import localize, ordered_ranges, shifted_ranges
+from passes.transforms.shard.shard_range import ShardRange
 
 aten, prims = torch.ops.aten, torch.ops.prims
 RULED = Rule((), (), {})
@@ -152,7 +153,7 @@ def test_what_reads_memory_gets_the_order_of_the_whole_graph():
 
 
 def test_an_operator_whose_indices_nobody_shifts_is_an_error():
-    with pytest.raises(AssertionError, match="aten.mm.default: its rule splits an indexed dim, but nothing here shifts"):
+    with pytest.raises(AssertionError, match="aten.mm.default: its rule splits an indexed dim, but nothing registered"):
         after(aten.mm.default, t(4, 8), t(8, 3), whole=(4, 3), local=(4, 3), ranges={1: own(0, 4)})
 
 

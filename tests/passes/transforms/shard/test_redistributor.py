@@ -13,7 +13,7 @@ from passes import compat
 from passes.graph.layouts import Layout, format_layout, legal, local_shape
 from passes.graph.placement_graph import Value
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Factors
-from passes.op_rules.rule_table import spec_of
+from passes.op_rules.call_rules import spec_of
 from passes.sharding.pricing.redistribution import priced_hop
 from passes.transforms.rewriting.call_inserter import CallInserter
 from passes.transforms.shard.redistributor import MeshGroups, Redistributor
