@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from hpml_compiler.options import Options
 from passes.errors import BadInput
 from tests.combinations.covering import Combination
+from tests.combinations.models import MODELS, ROWS, batch
 from tests.scripts.use import Script
 
-ROWS, LENGTH, WIDTH, WORDS = 8, 8, 16, 32
 MESHES: dict[int, list[dict[str, int]]] = {
     1: [{}], 2: [{}, {"dp": 2}, {"tp": 2}, {"pp": 2}],
     4: [{}, {"dp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}, {"pp": 4}]}
@@ -20,12 +20,14 @@ MESHES: dict[int, list[dict[str, int]]] = {
 
 
 def values(ranks: int) -> dict[str, list[Any]]:
-    """Values of each option, and of what a script does: launches (2: as the next launch, from the graph cache; "plan": with the
-    plan of the first) and model. A memory_budget of 1 stands for the least that hpml says would do."""
+    """Values of each option, and of what a script does: model, loss, evaluation (between steps), and launches (2: as the next
+    launch, from the graph cache; "plan": with the plan of the first). A memory_budget of 1 stands for the least that hpml says
+    would do."""
     found: dict[str, list[Any]] = {
         "model": [*MODELS], "microbatches": [1, 2, 4], "memory_budget": [None, "1GiB", 1],
-        "recompute": ["auto", "none", "selective", "full"], "offload": ["off", "saved", "optimizer"],
+        "recompute": ["auto", "none", "selective", "full"], "offload": ["off", "saved", "optimizer", "all"],
         "compile_blocks": ["off", "on"], "launches": [1, 2, "plan"], "loss": ["inside", "outside"],
+        "evaluation": [False, True],
         "zero": ["auto"], "gather": ["auto"], "mesh": MESHES[ranks], "schedule": ["auto"]}
     if ranks > 1:
         found["zero"] = ["auto", 0, 2, 3]
@@ -40,9 +42,13 @@ def options_of(chosen: dict[str, Any]) -> dict[str, Any]:
                                              "gather", "schedule") if chosen[name] is not None}
     if chosen["mesh"]:
         found["mesh"] = chosen["mesh"]
-    if chosen["schedule"] in ("interleaved", "zbv"):
-        found["virtual_stages"] = 2
+    if virtual(chosen) > 1:
+        found["virtual_stages"] = virtual(chosen)
     return {"compiler": "eager", "costs": "roofline", **found}
+
+
+def virtual(chosen: dict[str, Any]) -> int:
+    return 2 if chosen["schedule"] in ("interleaved", "zbv") else 1
 
 
 def is_meant(chosen: dict[str, Any]) -> bool:
@@ -66,82 +72,49 @@ def chosen_of(combination: Combination, ranks: int) -> dict[str, Any]:
     return {name: each[combination[name]] for name, each in values(ranks).items()}
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.qkv, self.out, self.dropout = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), dropout
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-
-    def forward(self, x):
-        rows, length, _ = x.shape
-        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
-        scores = F.dropout((q @ k.transpose(-1, -2)).softmax(-1), self.dropout, self.training)
-        x = x + self.out((scores @ v).transpose(1, 2).reshape(rows, length, WIDTH))
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class LanguageModel(nn.Module):
-    def __init__(self, dropout: float = 0.2, tied: bool = False) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
-        if tied:
-            self.head.weight = self.words.weight
-
-    def forward(self, ids):
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH)) for _ in range(6))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, ids):
-        x = self.words(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
-MODELS = {"dropout": LanguageModel, "tied": lambda: LanguageModel(0.0, True), "perceptron": Perceptron}
-
-
 class WithLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, ids, labels):
-        return F.cross_entropy(self.model(ids).flatten(0, 1), labels.flatten())
+    def forward(self, x, labels):
+        return cross_entropy(self.model(x), labels)
 
 
-def train(script: Script, chosen: dict[str, Any]) -> Any:
-    """Two steps, with an evaluation of other rows between them."""
-    whole = WithLoss(MODELS[chosen["model"]]())
-    inside = chosen["loss"] == "inside"
-    call = script.compile(whole if inside else whole.model)
-    optimizer, found = torch.optim.AdamW(whole.parameters(), lr=1e-2), []
-    ids = torch.randint(0, WORDS, (ROWS, LENGTH))
-    labels = ids.roll(-1, 1)
+def cross_entropy(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.flatten(0, -2), labels.flatten())
 
-    def loss(rows: int) -> torch.Tensor:
-        if inside:
-            return call(ids[:rows], labels[:rows])
-        return F.cross_entropy(call(ids[:rows]).flatten(0, 1), labels[:rows].flatten())
 
-    for _ in range(2):
-        step = loss(ROWS)
-        step.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        whole.eval()
+class Training:
+    """A model with as many blocks as the pipeline has stages, at least two, and what trains it."""
+
+    def __init__(self, script: Script, chosen: dict[str, Any]) -> None:
+        depth = max(2, chosen["mesh"].get("pp", 1) * virtual(chosen))
+        self.whole, self.inside = WithLoss(MODELS[chosen["model"]](depth)), chosen["loss"] == "inside"
+        self.call = script.compile(self.whole if self.inside else self.whole.model)
+        self.optimizer = torch.optim.AdamW(self.whole.parameters(), lr=1e-2)
+        self.batch = batch(chosen["model"])
+
+    def loss(self, rows: int) -> torch.Tensor:
+        x, labels = (each[:rows] for each in self.batch)
+        return self.call(x, labels) if self.inside else cross_entropy(self.call(x), labels)
+
+    def step(self) -> float:
+        loss = self.loss(ROWS)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def evaluate(self) -> float:
+        """Of half of the rows."""
+        self.whole.eval()
         with torch.no_grad():
-            found += [step.item(), loss(ROWS // 2).item()]
-        whole.train()
-    return found, whole, optimizer
+            found = self.loss(ROWS // 2).item()
+        self.whole.train()
+        return found
+
+
+def train(training: Training, chosen: dict[str, Any]) -> list[float]:
+    """Two steps, with an evaluation after each if that is chosen."""
+    return [each() for _ in range(2) for each in (training.step, *([training.evaluate] if chosen["evaluation"] else []))]

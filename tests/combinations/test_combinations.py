@@ -29,7 +29,7 @@ def test_every_pair_of_values_is_covered():
 
 
 def on_rank(rank: int, cases: list[str], folder: str):
-    return [judged(text, rank, Path(folder)) for text in cases]
+    return [judged(text, False, rank, Path(folder)) for text in cases]
 
 
 @pytest.mark.timeout(110)

@@ -18,13 +18,19 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [local(x) for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
 
 
+def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes on this rank between steps, without those of offloaded tensors."""
+    tensors = [*map(local, model.parameters()), *state_tensors(optimizer)]
+    return storage_bytes(x for x in tensors if not is_offload_storage(x))
+
+
 def least_peak(step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """The least peak of eight steps, in bytes on this rank.
 
     gloo's threads may be the last to refer to a tensor that ranks exchanged. The profiler of a step sees no frees on other
     threads: such a tensor counts as held until the step ends, in about a third of the steps, and in more on a busy machine.
     """
-    held = storage_bytes(x for x in [*map(local, model.parameters()), *state_tensors(optimizer)] if not is_offload_storage(x))
+    held = held_bytes(model, optimizer)
     peaks: list[int] = []
     for _ in range(STEPS):
         profile = StepProfile("cpu")

@@ -7,7 +7,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Outcome:
     seconds: float = 0.0
     graphs: int = 0
     digest: str = ""
+    memory: dict[str, float] = field(default_factory=dict)
+    """Bytes by name, if they are measured."""
 
 
 class Unfit(Exception):

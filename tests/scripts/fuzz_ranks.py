@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -33,7 +34,7 @@ class Ranks:
         self.thread: threading.Thread | None = None
         self.log, self.number = "", 0
 
-    def judge(self, *asked: str) -> Outcome:
+    def judge(self, *asked: Any) -> Outcome:
         if self.thread is None or not self.thread.is_alive():
             self._launch()
         number = self.number = self.number + 1

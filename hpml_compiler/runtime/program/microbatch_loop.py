@@ -6,6 +6,7 @@ values of all microbatches.
 """
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -173,9 +174,7 @@ class SplitForwardBackward:
 
     def backward(self, arguments: list[Any]) -> list[Any]:
         loop = self.schedule.loop
-        given: list[Any] = [None] * len(self.as_taken)
-        for place, value in zip(self.as_taken, arguments, strict=False):
-            given[place] = value
+        given = in_order(self.as_taken, arguments)
         values = dict(zip(self.kept, given, strict=False))
         tangents = [name for name in loop.given if name.startswith("tangents")]
         values.update(zip(tangents, arguments[len(given):], strict=True))
@@ -187,6 +186,12 @@ class SplitForwardBackward:
         given.clear()
         self.schedule.all_backward(saved, values)
         return self.schedule.results(values, loop.results[self.forward_outputs:])
+
+
+def in_order(places: Sequence[int], arguments: Sequence[Any]) -> list[Any]:
+    """The first arguments, each at its place. No variable refers to one afterwards, so that it can be freed while backward
+    runs."""
+    return [value for _, value in sorted(zip(places, arguments, strict=False), key=operator.itemgetter(0))]
 
 
 def numbers_last(values: Sequence[Any], like: Sequence[Any] | None = None) -> list[Any]:

@@ -81,9 +81,9 @@ class PipelineLoop(MicrobatchLoop):
         made = _StageResults(self)
         run = self._run(values, made)
         keys = [(stage, number) for stage in self.stages for number in range(self.microbatches)]
-        for key, own in zip(keys, saved, strict=True):
-            run.known[key].update(zip(self.stages[key[0]].saved, own, strict=True))
-        saved.clear()
+        run.known.update({key: dict(zip(self.stages[key[0]].saved, own, strict=True))
+                          for key, own in zip(keys, saved, strict=True)})
+        saved.clear()  # nothing else refers to the values, so that each is freed after its last use
         actions = self.table.actions[self.rank]
         self.messages.agree(run.run([action for action in actions if action.kind not in FORWARD_KINDS], failed))
         self._finish("backward", made, values)
