@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from hpml_compiler.plans.record_fields import Shape
-from hpml_compiler.plans.schema import GraphPlan, OperationPlan, Redistribution
+from hpml_compiler.plans.schema import GraphPlan, Redistribution
 from hpml_compiler.simulate.checkpointing_view import CheckpointingView
 from passes.cost_model.efficiency_curves import item_bytes
 from passes.graph.step_phase import BACKWARD, FORWARD
@@ -54,7 +54,7 @@ class LocalView:
                 reads=tuple(zip(each.sources, each.inputs)),
                 saved=each.saved if self.kept is None else self.kept.saved[name],
                 view_of=each.sources[0] if each.sources and operator_of(each.op).view else None,
-                scratch_bytes=self._scratch_bytes(each, OPERANDS.get(name_of(each.op), 0)),
+                scratch_bytes=self._scratch_bytes(name, OPERANDS.get(name_of(each.op), 0)),
                 kernel=each.kind,
                 inlined=is_inlined(each.op),
                 fusing=is_fusing_target(each.op),
@@ -65,11 +65,24 @@ class LocalView:
             ) for name, each in self.graph.operations.items())
         return with_gradients(found) if self.graph.training else found
 
-    def _scratch_bytes(self, operation: OperationPlan, operands: int) -> float:
-        """Temporary memory of a convolution on a CPU, as in `passes.analyses.inductor_fusion`. operands: how many it has, of
-        which the weight is the last; 0 for others."""
-        weight = list(zip(operation.sources, operation.inputs))[operands - 1:operands] if operands else []
-        return (operands - 1) * sum(self.bytes_of(name, placements) for name, placements in weight)
+    def _scratch_bytes(self, name: str, operands: int) -> float:
+        """Temporary memory of a convolution on a CPU. operands: how many it has, of which the weight is the last; 0 for
+        others."""
+        from passes.op_rules.families import convolutions
+
+        operation = self.graph.operations[name]
+        read = list(zip(operation.sources, operation.inputs))[:operands]
+        if not read:
+            return 0.0
+        weight = self.graph.parameters.get(read[-1][0])
+        if weight is None:  # computed, as under autocast, which has no float64
+            return (operands - 1) * self.bytes_of(*read[-1])
+        out_bytes = self.bytes_of(name, ()) if operands == 2 else self.bytes_of(*read[0])
+        shape = [float(size) for size in weight.shape]
+        for axis, place in zip(self.axes, read[-1][1]):
+            if place.startswith("S"):
+                shape[int(place[2:-1])] /= axis.size
+        return convolutions.scratch_bytes(operands, shape, out_bytes, item_bytes(weight.dtype))
 
     @cached_property
     def fixed(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from passes.op_rules.families.convolutions import OPERANDS
+from passes.op_rules.families import convolutions
 from passes.op_rules.rule_table import name_of, operator_of, packet_name
 
 NOT_ADDED_TO = {torch.bfloat16, torch.int64, torch.bool}
@@ -37,16 +37,18 @@ def is_fusing_target(target: Any) -> bool:
 
 
 def scratch_bytes(node: Node) -> int:
-    """Scratch memory of a call. Convolutions on CPUs convert the memory format: forward of weights, backward of
-    operands and results; the operator's own accumulating kernel reorders its result, too (measured,
-    torch 2.13)."""
+    """Scratch memory of a call: of convolutions on CPUs, and of the operator's own accumulating kernel, which reorders its
+    result (measured, torch 2.13)."""
     if _calls_adding_kernel(node):
         return torch.int64.itemsize * node.args[2].meta["val"].numel()
-    count = OPERANDS.get(name_of(node.target), 0)
-    if not count:
+    operands = convolutions.OPERANDS.get(name_of(node.target), 0)
+    if not operands:
         return 0
-    weight = node.args[count - 1].meta["val"]
-    return (count - 1) * weight.numel() * weight.element_size() if weight.device.type == "cpu" else 0
+    weight = node.args[operands - 1].meta["val"]
+    out = (node if operands == 2 else node.args[0]).meta["val"]
+    if weight.device.type != "cpu":
+        return 0
+    return round(convolutions.scratch_bytes(operands, weight.shape, out.nbytes, weight.element_size()))
 
 
 def _calls_adding_kernel(node: Node) -> bool:

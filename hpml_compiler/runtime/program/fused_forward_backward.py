@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hpml_compiler.runtime.program.microbatch_loop import MicrobatchLoop, Values, numbers_first, numbers_last
+from hpml_compiler.runtime.program.microbatch_loop import MicrobatchLoop, Values, in_order, numbers_first, numbers_last
 from passes import compat
 from passes.errors import HpmlError
 
@@ -96,9 +96,7 @@ class FusedForwardBackward:
         return [*results, *numbers_last([*gradients, used, *kept], self.like)]
 
     def backward(self, arguments: list[Any]) -> list[Any]:
-        saved: list[Any] = [None] * len(self.as_taken)
-        for place, value in zip(self.as_taken, arguments, strict=False):
-            saved[place] = value
+        saved = in_order(self.as_taken, arguments)
         tangents = [name for name in self.schedule.loop.given if name.startswith("tangents")]
         given = dict(zip(tangents, arguments[len(saved):], strict=True))
         arguments.clear()

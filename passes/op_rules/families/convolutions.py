@@ -6,6 +6,7 @@ groups as channels, so sharding `g` shards the channels of all operands.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,18 @@ from passes.op_rules.rule_table import rule
 aten = torch.ops.aten
 OPERANDS = {"aten::convolution": 2, "aten::convolution_backward": 3}
 """By name, number of leading arguments that are operands of the computation; the last of them is the weight."""
+
+
+def scratch_bytes(operands: int, weight: Sequence[float], out_bytes: float, itemsize: int) -> float:
+    """Temporary memory of a convolution on a CPU, measured with torch 2.13. operands: as in OPERANDS. weight: its local shape.
+    out_bytes: local bytes of the convolution's output. itemsize: bytes of an element.
+
+    oneDNN converts the memory format: forward of the weight, backward of the other operands of its size, too. It has no
+    float64: there, a matrix of a kernel's inputs for each element of the output is made, unless the kernel has one element.
+    """
+    if itemsize < torch.float64.itemsize:
+        return (operands - 1) * math.prod(weight) * itemsize
+    return out_bytes / weight[0] * math.prod(weight[1:]) if math.prod(weight[2:]) > 1 else 0.0
 
 
 def _letters(call: Call, weight: int, transposed: bool, groups: int) -> tuple[list, list, list, list, dict]:

@@ -96,11 +96,12 @@ class MemoryTrace:
 
 
 def simulate_memory(tape: StorageProgram, kept: Collection[int], offloaded: Collection[int] = ()) -> MemoryTrace:
-    """Simulate. kept: forward storages to save. Others that backward needs and that cannot be recomputed are saved, too.
-    offloaded: further storages to save, out of the device's memory in between."""
+    """Simulate. kept: forward storages to save, where backward reads them. Others that backward needs and that cannot be
+    recomputed are saved, too. offloaded: further storages to save, out of the device's memory in between."""
     offloaded = frozenset(offloaded)
     backward, bound = _backward_order(tape, offloaded.union(kept))
-    return MemoryTrace(tape, offloaded.union(kept, bound), tuple(backward), offloaded)
+    read = {s for k in backward for s in tape.runs[k if k >= 0 else -1 - k].reads}
+    return MemoryTrace(tape, offloaded.union(kept, bound) & read, tuple(backward), offloaded & read)
 
 
 def forward_order(tape: StorageProgram, kept: Collection[int]) -> list[int]:

@@ -26,12 +26,14 @@ def convolutions():
     return nn.Sequential(*layers, nn.Linear(8 * 64, 10)), (torch.randn(8, 3, 8, 8),)
 
 
-def test_scratch_of_convolutions_is_counted_with_and_without_a_budget():
-    """The backward of a convolution on a CPU needs twice the bytes of its weight."""
-    model = nn.Sequential(nn.Conv2d(128, 128, 3, padding=1, bias=False), nn.Flatten(), nn.Linear(128 * 4, 1))
-    weight = 4 * model[0].weight.numel()
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 1), (torch.float64, 128)])
+def test_scratch_of_convolutions_is_counted_with_and_without_a_budget(dtype, rows):
+    """The backward of a convolution on a CPU needs twice the bytes of its weight, or in float64 those that its kernels see for
+    each element."""
+    model = nn.Sequential(nn.Conv2d(128, 128, 3, padding=1, bias=False), nn.Flatten(), nn.Linear(128 * 4, 1)).to(dtype)
+    weight = dtype.itemsize * model[0].weight.numel()
     options = {"optimizer": "sgd", "compiler": "eager"}
-    without, within = (hpml_compiler.plan(model, (torch.randn(1, 128, 2, 2),), "1x1:cpu", **options, **budget)
+    without, within = (hpml_compiler.plan(model, (torch.randn(rows, 128, 2, 2, dtype=dtype),), "1x1:cpu", **options, **budget)
                        for budget in ({}, {"memory_budget": "1GiB"}))
     assert 4 * weight < without.peak.bytes == pytest.approx(within.peak.bytes, rel=0.01)
     assert without.peak.node == within.peak.node == "convolution_backward"

@@ -1,6 +1,7 @@
 """A joint graph before -> its runs and storages after."""
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -106,10 +107,16 @@ def test_what_the_script_says_by_checkpointing_is_said_of_storages():
     assert tape.storages[kept].name.startswith("mm"), "of which a view is what the first block hands to the second"
 
 
-def test_a_convolution_takes_copies_of_its_weight_while_it_runs():
-    tape = tape_of(nn.Conv2d(3, 8, 3, bias=False), torch.ones(2, 3, 8, 8, requires_grad=True))
+WEIGHT, COLUMNS = 8 * 3 * 9 * 4, 2 * (3 * 9) * (6 * 6) * 8
+
+
+@pytest.mark.parametrize(("dtype", "size", "expected"), [
+    (torch.float32, 3, (WEIGHT, 2 * WEIGHT)), (torch.float64, 3, (COLUMNS, COLUMNS)), (torch.float64, 1, (0, 0))])
+def test_a_convolution_takes_copies_of_its_weight_or_a_matrix_of_what_its_kernels_see_while_it_runs(dtype, size, expected):
+    x = torch.ones(2, 3, 8, 8, requires_grad=True, dtype=dtype)
+    tape = tape_of(nn.Conv2d(3, 8, size, bias=False, dtype=dtype), x)
     scratch = {run.backward: run.scratch_bytes for run in tape.runs if "convolution" in run.name}
-    assert scratch == {False: 8 * 3 * 9 * 4, True: 2 * 8 * 3 * 9 * 4}
+    assert scratch == {False: expected[0], True: expected[1]}
 
 
 def test_what_is_looked_up_takes_no_memory_and_what_is_added_up_in_place_does():

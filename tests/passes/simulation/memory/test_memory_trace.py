@@ -40,6 +40,16 @@ def test_it_is_made_again_once_and_lives_until_it_is_last_read():
     assert walked.backward.nbytes == (10, 30, 60, 90, 80, 40)
 
 
+def test_what_backward_does_not_read_is_not_held_until_then():
+    """b -> e -> f, and backward reads f alone."""
+    runs = (ProgramOp("b", False, 1.0, (0,), (1,)), ProgramOp("e", False, 1.0, (1,), (2,)),
+            ProgramOp("back", True, 1.0, (2,), (3,)))
+    storages = (Storage("x", 0, None, "forward"), Storage("b", 100, 0), Storage("e", 10, 1), Storage("gradient", 1, 2))
+    tape = StorageProgram(runs, storages, frozenset(), frozenset({3}))
+    assert simulate_memory(tape, {1, 2}).kept == {2} and simulate_memory(tape, {1, 2}, {1}).offloaded == frozenset()
+    assert simulate_memory(tape, {1, 2}).backward.nbytes == (11,) and simulate_memory(tape, {1}).kept == {1}
+
+
 def pointwise(fusing: bool) -> StorageProgram:
     """x -> big -> small, of which `big` is computed by its reader where that fuses."""
     runs = (ProgramOp("big", False, 1.0, (0,), (1,), True, True, True),
