@@ -179,7 +179,8 @@ class _StorageProgramReader:
             node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes),
             self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing,
             pointwise and (self.device or leaves[0].device.type) == "cpu" and is_costly(node.target), self.blocks[node],
-            _workspace(node, leaves, self.device), scratch_bytes=scratch_bytes(node),
+            _workspace(node, leaves, self.device), "reduce_scatter" in packet_name(node.target),
+            scratch_bytes=scratch_bytes(node),
             multiplies_activations="bmm" in packet_name(node.target) and not any(self.storages[s].given for s in reads),
             of_backward=node.meta.get("partitioner_tag") == "is_backward"))
 
@@ -240,8 +241,8 @@ COLLECTIVES = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather
 
 def _workspace(node: Node, leaves: list[torch.Tensor], device: str) -> int:
     """Memory of a collective besides its result. gloo, the CPU backend, gathers into a buffer that it copies from,
-    and reduces a copy of the scattered operand, which its thread frees at the next collective (measured, torch 2.13); NCCL
-    has its buffers from the start."""
+    and reduces a copy of the scattered operand, which its thread frees at the next collective, unlike the buffer (measured,
+    torch 2.13); NCCL has its buffers from the start."""
     if not is_collective(node.target) or not leaves or (device or leaves[0].device.type) != "cpu":
         return 0
     name = packet_name(node.target)

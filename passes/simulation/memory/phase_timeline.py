@@ -83,8 +83,8 @@ class PhaseTimeline:
 
     @cached_property
     def workspace_bytes(self) -> tuple[int, ...]:
-        """Workspace bytes at each position: of an op while it runs; of a collective, until its wait. The latest
-        collective's is freed when another one has allocated its own: its thread is idle until then."""
+        """Workspace bytes at each position: of an op while it runs; of a collective, until its wait, or where it lingers until
+        another one has allocated its own: its thread is idle until then."""
         waited = {self.tape.runs[number].waits_for for number in self.order if number >= 0}
         open_ones: dict[int, int] = {}
         held, latest = [], 0
@@ -92,11 +92,12 @@ class PhaseTimeline:
             run = self.tape.runs[number if number >= 0 else -1 - number]
             held.append(latest + sum(open_ones.values()) + run.workspace_bytes + run.scratch_bytes)
             if run.waits_for is not None:
-                latest = open_ones.pop(run.waits_for, latest)
+                if (freed := open_ones.pop(run.waits_for, None)) is not None:
+                    latest = freed if self.tape.runs[run.waits_for].lingers else 0
             elif run.workspace_bytes and number in waited:
                 open_ones[number], latest = run.workspace_bytes, 0
             elif run.workspace_bytes:
-                latest = run.workspace_bytes
+                latest = run.workspace_bytes if run.lingers else 0
         return tuple(held)
 
     def alive(self, position: int) -> list[int]:

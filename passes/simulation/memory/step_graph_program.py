@@ -91,7 +91,7 @@ class _StepProgramBuilder:
         runs = tuple(ProgramOp(
             op.name, op.backward, 0.0, tuple(dict.fromkeys(op.reads)), tuple(op.makes), op.repeatable,
             op.call is not None and op.call.inlined, op.call is not None and op.call.fusing,
-            op.call is not None and op.call.costly and self.on_cpu, op.block, op.workspace_bytes,
+            op.call is not None and op.call.costly and self.on_cpu, op.block, op.workspace_bytes, False,
             None if op.waits_for is None else numbers[id(op.waits_for)], op.scratch_bytes) for op in ops)
         return StorageProgram(runs, storages, frozenset(self.returned | results - self.kept), frozenset(self.gradients))
 
@@ -291,10 +291,11 @@ class _StepProgramBuilder:
             self.segments.append((block, []))
 
     def _add(self, op: ProgramStep, ahead: bool = False) -> None:
-        """ahead: where the previous block of the phase begins."""
+        """ahead: where the previous block of the phase begins, or has waited for what it reads."""
         (phase, _), ops = self.segments[-1]
         if ahead and len(self.segments) > 1 and self.segments[-2][0][0] == phase:
-            self.segments[-2][1].insert(0, op)
+            before = self.segments[-2][1]
+            before.insert(max((k + 1 for k, each in enumerate(before) if each.waits_for is not None), default=0), op)
         else:
             ops.append(op)
 

@@ -20,9 +20,9 @@ class ProgramOp:
     inlined: True if a fusing compiler computes it in the kernels of its readers, so that its result takes no
     memory if all of these are `fusing`. costly: True if such a compiler would rather materialize results computed with it
     than compute them in several kernels. block: its path. workspace_bytes: of a collective, besides its operands
-    and results, until its wait. waits_for: the op that this one only waits for. scratch_bytes: temporary memory of any op
-    while it runs. multiplies_activations: a batched product without parameters, as in attention.
-    of_backward: part of backward by its tag, although it needs no gradient.
+    and results, until its wait or, where it `lingers`, until another collective has allocated its own. waits_for: the op that
+    this one only waits for. scratch_bytes: temporary memory of any op while it runs. multiplies_activations: a batched
+    product without parameters, as in attention. of_backward: part of backward by its tag, although it needs no gradient.
     """
 
     name: str
@@ -36,6 +36,7 @@ class ProgramOp:
     costly: bool = False
     block: str = ""
     workspace_bytes: int = 0
+    lingers: bool = False
     waits_for: int | None = None
     scratch_bytes: int = 0
     multiplies_activations: bool = False

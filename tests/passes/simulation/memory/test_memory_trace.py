@@ -91,14 +91,16 @@ def test_a_light_kernel_writes_over_what_nobody_reads_any_more():
         assert simulate_memory(StorageProgram(runs, storages, frozenset({2}), frozenset()), ()).peak == peak
 
 
-def test_the_workspace_of_a_collective_is_there_until_it_is_waited_for_and_another_one_is_over():
+@pytest.mark.parametrize(("lingers", "nbytes"), [(False, (101, 101, 2, 52, 2)), (True, (101, 101, 102, 152, 52))])
+def test_the_workspace_of_a_collective_is_there_until_it_is_waited_for_or_another_one_is_over(lingers, nbytes):
     storages = tuple(Storage(f"s{k}", 1, None if not k else 0 if k == 1 else k, "" if k else "forward") for k in range(5))
-    runs = (ProgramOp("gather", False, 1.0, (0,), (1,), workspace_bytes=100),
+    runs = (ProgramOp("gather", False, 1.0, (0,), (1,), workspace_bytes=100, lingers=lingers),
             ProgramOp("wait", False, 0.0, (1,), (), waits_for=0),
-            ProgramOp("light", False, 1.0, (1,), (2,)), ProgramOp("gather_2", False, 1.0, (2,), (3,), workspace_bytes=50),
+            ProgramOp("light", False, 1.0, (1,), (2,)), ProgramOp("gather_2", False, 1.0, (2,), (3,), workspace_bytes=50,
+                                                                       lingers=lingers),
             ProgramOp("last", False, 1.0, (3,), (4,)))
     tape = StorageProgram(runs, storages, frozenset({4}), frozenset())
-    assert simulate_memory(tape, ()).forward.nbytes == (101, 101, 102, 152, 52)
+    assert simulate_memory(tape, ()).forward.nbytes == nbytes
     assert "wait" not in {tape.runs[k].name for k in simulate_memory(replace(tape, returned=frozenset()), ()).forward.order}
 
 
