@@ -146,13 +146,6 @@ class Options(BaseModel):
     def _in_order(cls, mesh: dict[str, int] | None, others: ValidationInfo) -> dict[str, int] | None:
         return in_mesh_order(mesh, others.data.get("mesh_order"))
 
-    @field_validator("gather")
-    @classmethod
-    def _once_in_stages(cls, gather: str, others: ValidationInfo) -> str:
-        if (others.data.get("mesh") or {}).get("pp", 1) > 1 and gather == "each":
-            raise ValueError('pipeline stages (mesh axis pp) do not gather in each microbatch yet: set "once" or "auto"')
-        return gather
-
     @field_validator("offload")
     @classmethod
     def _for_a_budget(cls, offload: str, others: ValidationInfo) -> str:

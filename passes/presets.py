@@ -42,7 +42,7 @@ from passes.pipeline.find_stages import FindStages
 from passes.pipeline.stage_assignment import StageAssignment
 from passes.pipeline.stage_body import AdoptStages, AnalyzeStageBody
 from passes.sharding.formulation.problem_entities import Pin
-from passes.sharding.loop_gathers import LoopGathers
+from passes.sharding.loop_gathers import ONCE, LoopGathers
 from passes.sharding.search.mesh_search import SearchConfig
 from passes.sharding.search.placement_passes import AdoptPlacements, DecidePlacements, ObeyPlacements
 from passes.simulation.memory.storage_program import Microbatches
@@ -133,10 +133,11 @@ def one_device(compiler: str) -> PassManager:
     return PassManager((InductorJoint(), Deduplicate()) if compiler == "inductor" else (Deduplicate(),))
 
 
-def one_stage(compiler: str, forward_outputs: int) -> PassManager:
-    """The same for a pipeline stage on one device."""
-    return PassManager((InductorJoint(), Deduplicate()) if compiler == "inductor" else (
-        Deduplicate(), TagPhases(forward_outputs)))
+def one_stage(compiler: str, forward_outputs: int, repeats: LoopGathers = ONCE, ahead: bool = True) -> PassManager:
+    """The same for one microbatch of a pipeline stage. repeats, ahead: as in `in_loop`."""
+    collectives = _repeated(repeats, ahead)
+    return PassManager((*collectives, InductorJoint(), Deduplicate()) if compiler == "inductor" else (
+        Deduplicate(), *collectives, TagPhases(forward_outputs, holds_back=bool(repeats.gathered))))
 
 
 def whole_batch(forward_outputs: int, kept_gradients: Sequence[int], decision: Decision | None = None,
@@ -167,13 +168,17 @@ def around_loop(compiler: str, compact: bool = False) -> PassManager:
     return PassManager((Deduplicate(), BucketGradients(soon=compact), *((InductorJoint(),) if compiler == "inductor" else ())))
 
 
-def in_loop(compiler: str, forward_outputs: int, repeats: LoopGathers | None = None, ahead: bool = True) -> PassManager:
+def in_loop(compiler: str, forward_outputs: int, repeats: LoopGathers = ONCE, ahead: bool = True) -> PassManager:
     """Prepare the joint graph of one microbatch for partitioning into forward and backward. repeats: collectives of parameters
     that each microbatch runs. ahead: as in `after_planning`."""
-    return PassManager((*((BucketGradients(soon=True),) if repeats and repeats.reduced else ()),
-                        *((PrefetchAllGather(ahead=ahead),) if repeats and repeats.gathered else ()),
-                        InductorJoint() if compiler == "inductor" else TagPhases(
-                            forward_outputs, holds_back=bool(repeats and repeats.gathered))))
+    return PassManager((*_repeated(repeats, ahead), InductorJoint() if compiler == "inductor" else TagPhases(
+        forward_outputs, holds_back=bool(repeats.gathered))))
+
+
+def _repeated(repeats: LoopGathers, ahead: bool) -> tuple[Pass, ...]:
+    """Passes over collectives of parameters that each microbatch runs."""
+    return (*((BucketGradients(soon=True),) if repeats.reduced else ()),
+            *((PrefetchAllGather(ahead=ahead),) if repeats.gathered else ()))
 
 
 def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forward_outputs: int | None = None,

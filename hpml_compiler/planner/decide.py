@@ -24,7 +24,7 @@ from hpml_compiler.planner.graph.gather_choice import GatherChoice, repeats_in
 from hpml_compiler.planner.graph.graph_planning import PlanResult, solver_options
 from hpml_compiler.planner.graph.microbatching import loop_of, loss_of, memory_model_in_time, microbatch_placement
 from hpml_compiler.planner.graph.step_problem import StepProblem
-from hpml_compiler.planner.pipeline.cut_plan import cut_plan_of, stage_search, unpipelined_search
+from hpml_compiler.planner.pipeline.cut_plan import cut_plan_of, gather_choice_of, stage_search, unpipelined_search
 from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage, devices_of_stage, is_split, options_of_stage, schedule_of
 from hpml_compiler.planner.search.dry_run import DryRun
 from hpml_compiler.planner.search.fitting_search import FittingSearch, check_fits, fits_replicated, memory_limit
@@ -126,10 +126,11 @@ def _on_devices(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | No
 
 def _in_stages(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | None) -> DecidedStep:
     """Decide the placements inside a stage, where it has several ranks. The stages are found in the loop that is cut out."""
-    options, cluster, planned = step.options, step.cluster, None
-    _checkpointing_of(options.load_plan(), step)
+    options, cluster, planned, given = step.options, step.cluster, None, step.options.load_plan()
+    _checkpointing_of(given, step)
+    repeats = _repeats_of(given, step)
     table = schedule_of(options, 1 if times is None else times.microbatches)
-    finish = None if step.traced is None else cut_plan_of(step, times)
+    finish = None if step.traced is None else cut_plan_of(step, times, repeats)
 
     def fits() -> bool:
         return finish is None or ranks.running and fits_replicated(step.annotated, options, cluster)
@@ -145,9 +146,12 @@ def _in_stages(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | Non
         # One rank has no choice. Those of a run decide what they save once their stages are cut, and check it then.
         record = ranks.agreed("checking that the stages fit in memory",
                               lambda: None if fits() else check_fits(finish(None), options, cluster))
+    gathers = None if record is None else repeats_in(record.microbatches, step.annotated.interface.names)
+    if gathers is None and (choice := gather_choice_of(step, times, planned, repeats)) is not None:
+        gathers = choice.given or choice.pinned
     decision = StepDecision(
-        dict(options.mesh or {}), planned and planned.decision, times, schedule=table.name,
-        stages=None if finish is None else finish.stages, pinned=pinned_by(options))
+        dict(options.mesh or {}), planned and planned.decision, times, gathers, table.name,
+        None if finish is None else finish.stages, pinned=pinned_by(options))
     return DecidedStep(decision, step, planned, record, fullest=None if finish is None else finish.fullest)
 
 

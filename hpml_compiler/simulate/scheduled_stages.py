@@ -56,7 +56,7 @@ def _times(step: StepGraph, own: Mapping[str, int], stages: int, recompute: bool
     for leg in step.legs:
         owner = step.by_name.get(leg.reader) or step.by_name.get(leg.value)
         here = leg.multiplicity * (1 / stages if owner is None else own.get(owner.name, 0) / owner.runs)
-        if leg.gradient or leg.once or owner is None or owner.when != "loop":
+        if leg.gradient and not leg.each or leg.once or owner is None or owner.when != "loop":
             once_us += here * sum(hop.us for hop in leg.hops)
         elif here:
             inside.append(replace(leg, multiplicity=max(1, round(here))))

@@ -28,7 +28,7 @@ from passes.annotations import read, write
 from passes.base import AnalysisPass
 from passes.cost_model.roofline import RooflineCost
 from passes.errors import BadInput, HpmlError
-from passes.graph.fx_nodes import WAIT, returned_nodes
+from passes.graph.fx_nodes import WAIT, is_collective, returned_nodes
 from passes.graph.graph_signature import GraphSignature
 from passes.graph.module_blocks import block_of, is_backward, runs_in_backward
 from passes.graph.planning_keys import GRAPH_SIGNATURE
@@ -89,6 +89,7 @@ class _StageBalance:
         stage_of = [sum(end <= place for end in ends) for place in range(len(self.chain.blocks))]
         of = {node: stage_of[self.place[node]] for node in self.calls}
         sums, summed = self._sums(of)
+        self.copied |= self._gathers_elsewhere(of)
         sent = self._sent(of, summed)
         time_us, forward_us = [0.0] * self.count, [0.0] * self.count
         for node, us in self.us.items():
@@ -101,6 +102,20 @@ class _StageBalance:
             FrozenMap({node.name: tuple(part.name for part in parts) for node, parts in sums.items()}),
             frozenset(node.name for node in summed), FrozenMap(self._readers(of, sums)),
             tuple(map(tuple, blocks)), tuple(time_us), tuple(forward_us))
+
+    def _gathers_elsewhere(self, of: dict[fx.Node, int]) -> set[fx.Node]:
+        """Gathers of parameters, with the calls that lead to them or view them, that other stages than their own read."""
+        alone, gathered, found = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+        for node in self.calls:
+            if all(x in alone or self.interface.kinds.get(x.name) == "parameter" for x in node.all_input_nodes) and (
+                    node.all_input_nodes):
+                alone.add(node)
+                if is_collective(node.target) or not gathered.isdisjoint(node.all_input_nodes):
+                    gathered.add(node)
+        for node in reversed(self.calls):
+            if any(user in found or node in gathered and user in of and of[user] != of[node] for user in node.users):
+                found.add(node)
+        return found
 
     def _too_few(self, parts: int) -> TooFewBlocks:
         return TooFewBlocks(f"the graph has fewer than {self.count} consecutive parts that compute something",
@@ -178,13 +193,18 @@ class _StageBalance:
         for node in self.gm.graph.find_nodes(op="placeholder"):
             if self.interface.kinds.get(node.name) != "parameter":
                 continue
-            stages = {of[user] for user in node.users if user.op != "output" and user not in self.copied}
+            stages = self._stages_reading(node, of)
             gradient = by_name.get(gradients.get(node.name, ""))
             if gradient is not None:
                 stages.update(of[part] for part in sums.get(gradient, [gradient]))
             first = of[gradient] if gradient is not None else min(stages, default=0)
             found[node.name] = (first, *sorted(stages - {first}))
         return found
+
+    def _stages_reading(self, node: fx.Node, of: dict[fx.Node, int]) -> set[int]:
+        """Stages that read a parameter, also through calls that each of them runs."""
+        return {stage for user in node.users if user.op != "output"
+                for stage in (self._stages_reading(user, of) if user in self.copied else (of[user],))}
 
 
 def places(gm: fx.GraphModule, chain: BlockChain, learned: set[fx.Node]) -> dict[fx.Node, int]:

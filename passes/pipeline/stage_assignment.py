@@ -3,8 +3,8 @@
 A stage is a run of blocks, in the order of forward. Forward goes from stage 0 to the last one, backward
 the other way, and a value that a more distant stage reads passes through those between. Nothing else is sent:
 
-- calls on the batch alone are copied into each stage that reads them; inputs and tangents are given
-  to each stage that reads them;
+- calls on the batch alone, and gathers of parameters, are copied into each stage that reads them; inputs and tangents are
+  given to each stage that reads them;
 - gradients of a parameter that several stages read are computed in each of them, and summed where backward ends.
 """
 from __future__ import annotations

@@ -77,7 +77,6 @@ def test_optimizer_states_are_those_torch_keeps():
     ({"memory_budget": "24 G"}, "'24 G' is not a number of bytes"),
     ({"offload": "saved"}, "needs a memory_budget"),
     ({"mesh": {"dp": 2}, "schedule": "gpipe"}, "needs pipeline stages"),
-    ({"mesh": {"pp": 2}, "gather": "each"}, "do not gather in each microbatch yet"),
     ({"mesh": {"dp": 0}}, "size of axis 'dp' is 0"),
     ({"mesh": {"dp": 2.0}}, "size of axis 'dp' is 2.0"),
     ({"mesh": {"d p": 2}}, "'d p' is not the name"),

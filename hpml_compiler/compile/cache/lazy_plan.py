@@ -55,7 +55,8 @@ class PlanSource:
             step = StepProblem(name, lambda: annotated, traced.forward_outputs, self.options, self.cluster,
                                WorkLimit(self.options.time_limit), traced=traced, sharing=self.sharing,
                                written=frozenset(compat.mutated_inputs(traced.gm)))
-            return CutPlan(step, times, self.decision.stage_starts, self.decision.stage_checkpointing)(self.planned)
+            decision = self.decision
+            return CutPlan(step, times, decision.stage_starts, decision.stage_checkpointing, decision.gathers)(self.planned)
         options = self.options.model_copy(update={"mesh": None})
         if kept is not None:
             return plan_single_device(annotated, kept, options, self.cluster, name, times=times).record

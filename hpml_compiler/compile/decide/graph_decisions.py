@@ -250,12 +250,14 @@ class GraphDecisions:
         assert self.stages is not None, "there are stages"
         annotated, decision, training = step.annotated, decided.decision, step.forward_outputs is not None
         gm, outputs = annotated.gm, step.outputs if training else len(returned_nodes(annotated.gm))
+        repeats = decision.gathers or ONCE
         keep = None if self.sharing is None or not training else partial(self._keep, decided, step, given_stages(step))
         with self.entry.doing("rewrite", "rewriting"):
             mark_loop(gm, annotated.graph, decision.placements, decision.microbatches, self.stages.groups(), outputs,
-                      step.kept_gradients if training else (), self.options.compiler == "inductor")
+                      step.kept_gradients if training else (), self.options.compiler == "inductor", repeats)
         with self.entry.doing("rewrite", "cutting into stages"):
-            cutter = StageCutter(self.options, gm, decision.microbatch_count, outputs, annotated.interface, starts, keep)
+            cutter = StageCutter(self.options, gm, decision.microbatch_count, outputs, annotated.interface, starts, keep,
+                                 repeats)
         decision = decision if keep is None else self.decided.decision
         self.decided = replace(decided, decision=replace(decision, stages=cutter.staged.stages))
         if self.takes.owned is None:  # else the graph is cut once more, for gradients at other outputs

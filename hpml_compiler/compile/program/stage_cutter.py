@@ -21,6 +21,7 @@ from passes.errors import BadInput
 from passes.graph.graph_signature import GraphSignature
 from passes.op_rules.recomputable import is_recomputable
 from passes.pipeline.find_stages import TooFewBlocks
+from passes.sharding.loop_gathers import ONCE, LoopGathers
 from passes.transforms.microbatch.loop_split import split_at_markers
 
 log = logging.getLogger("hpml")
@@ -35,12 +36,14 @@ def has_effects(gm: GraphModule) -> bool:
 class StageCutter:
     """Cuts a graph into stages, all ranks together. interface: of the marked graph. starts: first block of each stage but stage
     0; if empty, or if an inference graph does not have these blocks, boundaries balance the predicted times. keep: under a
-    memory budget, decides how the stages of this rank are split into forward and backward."""
+    memory budget, decides how the stages of this rank are split into forward and backward. repeats: collectives of
+    parameters that each microbatch runs."""
 
     def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int,
-                 interface: GraphSignature, starts: tuple[str, ...] = (), keep: KeepsInStages | None = None):
+                 interface: GraphSignature, starts: tuple[str, ...] = (), keep: KeepsInStages | None = None,
+                 repeats: LoopGathers = ONCE):
         self.options, self.marked, self.microbatches, self.forward_outputs = options, marked, microbatches, forward_outputs
-        self.interface, self.starts, self.loop = interface, starts, split_at_markers(marked)
+        self.interface, self.starts, self.repeats, self.loop = interface, starts, repeats, split_at_markers(marked)
         self.place = session.current().device_mesh(options.mesh or {}).get_local_rank(PP_AXIS)
         self.table = schedule_of(options, microbatches)
         same_graph(lambda: structure_of(self.loop.body))
@@ -58,7 +61,7 @@ class StageCutter:
     def _staged(self) -> StagedBody:
         device = local_cluster(self.options, dist.get_world_size()).device
         cut = lambda starts: stage_body(  # noqa: E731
-            self.marked, self.interface.kinds, self.loop, self.table.stages, device, from_rank_0, starts)
+            self.marked, self.interface.kinds, self.loop, self.table.stages, device, from_rank_0, starts, self.repeats)
         if self.interface.training or not self.starts:
             return cut(self.starts)
         try:
@@ -78,7 +81,7 @@ class StageCutter:
         elsewhere = {name: values[name] for name in self.needs.gradients_elsewhere(self.place, owners)}
         saved = [fake for stage in self.stages for _ in range(self.microbatches) for fake in stage.halves.saved.values()]
         around = self.needs.around(self.place, own)
-        prepare_around_loop(around, self.options.compiler)
+        prepare_around_loop(around, self.options.compiler, self.options.is_compact or self.repeats != ONCE)
         parts = StepInterface.of(self.marked, around, self.microbatches, self.forward_outputs, written, others, saved)
         links = PipelineLinks(self.staged.reads, self.staged.outputs, self.staged.gradients, self.needs.gradients_alone(own),
                               elsewhere, lent)

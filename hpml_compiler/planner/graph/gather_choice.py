@@ -136,12 +136,12 @@ class GatherChoice:
         """The solution of the integer program about these kinds of groups, by `reduces`."""
         problem, groups = self.problem(limit, kinds)
         chosen = solve(problem, replace(solver_options(self.options), gap=0.0)).chosen
-        return _with(self.pinned, [group for group, choice in zip(groups, chosen) if choice == 1])
+        return with_groups(self.pinned, [group for group, choice in zip(groups, chosen) if choice == 1])
 
     def problem(self, limit: float, kinds: tuple[bool, ...] = (False, True)) -> tuple[Problem, list[ParameterGroup]]:
         """The integer program, with an entity for each group (not repeated, repeated), then one for all other bytes."""
         groups = [group for group in self.groups if group.reduces in kinds]
-        graph = self._step_graph(_with(self.pinned, groups))
+        graph = self._step_graph(with_groups(self.pinned, groups))
         at_work = self._live_bytes(graph, groups)
         state = self.record.memory.parameters + self.record.memory.optimizer
         rows = sorted(at_work.items())
@@ -252,7 +252,8 @@ def repeats_in(said: MicrobatchPlan | None, names: Mapping[str, str]) -> LoopGat
     return LoopGathers(gathered, reduced)
 
 
-def _with(repeats: LoopGathers, groups: Iterable[ParameterGroup]) -> LoopGathers:
+def with_groups(repeats: LoopGathers, groups: Iterable[ParameterGroup]) -> LoopGathers:
+    """The same repetitions, and those of these groups."""
     gathered, reduced = set(repeats.gathered), set(repeats.reduced)
     for group in groups:
         (reduced if group.reduces else gathered).update(group.names)

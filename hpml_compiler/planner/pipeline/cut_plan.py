@@ -4,24 +4,27 @@ The graph is prepared as a run does it until its stages are known, for a rank of
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
 
 from torch.fx import GraphModule
 
 from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.checkpointing_choice import checkpointing_plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
+from hpml_compiler.planner.graph.gather_choice import GatherChoice
 from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
 from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, GraphMemory
 from hpml_compiler.planner.graph.microbatch_estimate import with_microbatches
 from hpml_compiler.planner.graph.microbatching import loss_of, mark_loop
+from hpml_compiler.planner.graph.stage_gathers import CutResult, StageGathers
 from hpml_compiler.planner.graph.step_problem import StepProblem
 from hpml_compiler.planner.pipeline.extrapolated_stages import ExtrapolatedStages, lists_in_order
 from hpml_compiler.planner.pipeline.layer_costs import LayerCosts, LayerPieces
 from hpml_compiler.planner.pipeline.layer_memory import LayerMemory, piece_table
-from hpml_compiler.planner.pipeline.pipeline_estimate import resident_memory, with_pipeline
+from hpml_compiler.planner.pipeline.pipeline_estimate import peaks_of_ranks, resident_memory, with_pipeline
 from hpml_compiler.planner.pipeline.pipeline_graph_plan import PipelinePlanBuilder
 from hpml_compiler.planner.pipeline.pp_axis import (
     PP_AXIS,
@@ -34,7 +37,7 @@ from hpml_compiler.planner.pipeline.pp_axis import (
 )
 from hpml_compiler.planner.pipeline.stage_checkpointing import StageCheckpointing, StagedStep, fullest_of, given_stages
 from hpml_compiler.planner.pipeline.stage_halves import StagedBody, halves_of, stage_body
-from hpml_compiler.planner.search.fitting_search import FittingSearch
+from hpml_compiler.planner.search.fitting_search import FittingSearch, memory_limit
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
@@ -51,70 +54,95 @@ from passes.hardware.mesh import mesh_from_pin
 from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.pipeline.stage_assignment import StageAssignment
 from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
+from passes.sharding.loop_gathers import ONCE, LoopGathers
 from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.sharding.oracle.memory_model import MemoryModel
 from passes.transforms.microbatch.loop_split import split_at_markers
 from passes.transforms.shard.redistributor import MeshGroups
 
 
-class MakesPlan(Protocol):
-    """Makes the plan of a pipelined step from the plan of the ranks that share a stage, None where a stage has one rank.
-    stages, fullest: those of the latest plan, and under a memory budget the memory of its fullest rank. Raises
-    TooFewBlocks."""
+class MakesPlan(ABC):
+    """Makes the plan of a pipelined step from the plan of the ranks that share a stage, None where a stage has one rank. times:
+    placements on the microbatch axis; None with one microbatch. given: the collectives of parameters that each microbatch
+    repeats, where that is decided already. stages, fullest: those of the latest plan, and under a memory budget the memory of
+    its fullest rank. Raises TooFewBlocks."""
 
-    stages: StageAssignment | None
-    fullest: GraphMemory | None
-
-    def __call__(self, planned: PlanResult | None) -> GraphPlan: ...
-
-
-def cut_plan_of(step: StepProblem, times: MicrobatchPlacement | None) -> MakesPlan:
-    return CutPlan(step, times) if step.folded is None else FoldedCutPlan(step, times, step.folded)
-
-
-class CutPlan:
-    """Makes the plan of a traced graph. times: placements on the microbatch axis; None with one microbatch. starts: first block
-    of each stage but stage 0, if known. kept: under a memory budget, the decisions of all stages; if empty, they are made,
-    whether they fit or not. fullest: under a budget, memory of the fullest rank of the latest plan."""
-
-    def __init__(self, step: StepProblem, times: MicrobatchPlacement | None, starts: tuple[str, ...] = (),
-                 kept: tuple[CheckpointDecision, ...] = ()):
-        self.step, self.times, self.starts, self.kept = step, times, starts, kept
+    def __init__(self, step: StepProblem, times: MicrobatchPlacement | None, given: LoopGathers | None = None):
+        self.step, self.times, self.given = step, times, given
         self.stages: StageAssignment | None = None
         self.fullest: GraphMemory | None = None
 
     def __call__(self, planned: PlanResult | None) -> GraphPlan:
+        choice = self.choice(planned)
+        found = self.cut(planned, ONCE) if choice is None else StageGathers(
+            choice, partial(self.cut, planned), memory_limit(self.step.options, self.step.cluster)).found()
+        self.stages, self.fullest = found.stages, found.fullest
+        return found.record
+
+    def choice(self, planned: PlanResult | None) -> GatherChoice | None:
+        return gather_choice_of(self.step, self.times, planned, self.given)
+
+    @abstractmethod
+    def cut(self, planned: PlanResult | None, repeats: LoopGathers) -> CutResult:
+        """Cut the graph into stages whose microbatches repeat these collectives, and count it."""
+
+
+def gather_choice_of(step: StepProblem, times: MicrobatchPlacement | None, planned: PlanResult | None,
+                     given: LoopGathers | None) -> GatherChoice | None:
+    """The collectives that the microbatches of a stage may repeat; None where they have none."""
+    if times is None or planned is None:
+        return None
+    record = planned.record if step.folded is None else step.folded.of_all_layers(planned.record)
+    own, alone = options_of_stage(step.options), cluster_of_stage(step.cluster, step.options.stage_ranks)
+    return GatherChoice(record, step.annotated, times, alone, own, given)
+
+
+def cut_plan_of(step: StepProblem, times: MicrobatchPlacement | None, given: LoopGathers | None = None) -> MakesPlan:
+    return CutPlan(step, times, given=given) if step.folded is None else FoldedCutPlan(step, times, step.folded, given)
+
+
+class CutPlan(MakesPlan):
+    """Makes the plan of a traced graph. starts: first block of each stage but stage 0, if known. kept: under a memory budget,
+    the decisions of all stages; if empty, they are made, whether they fit or not."""
+
+    def __init__(self, step: StepProblem, times: MicrobatchPlacement | None, starts: tuple[str, ...] = (),
+                 kept: tuple[CheckpointDecision, ...] = (), given: LoopGathers | None = None):
+        super().__init__(step, times, given)
+        self.starts, self.kept = starts, kept
+
+    def cut(self, planned: PlanResult | None, repeats: LoopGathers) -> CutResult:
         step, traced = self.step, self.step.traced
         assert traced is not None, "a graph is cut as it was traced"
         table = schedule_of(step.options, 1 if self.times is None else self.times.microbatches)
         gm = copy_graph(step.annotated.gm)
-        loop, staged, groups = _staged(gm, step, planned, self.times, table.stages, self.starts)
-        self.stages, kept, compiler = staged.stages, self.kept, step.options.compiler
+        loop, staged, groups = _staged(gm, step, planned, self.times, table.stages, self.starts, repeats)
+        kept, compiler, fullest = self.kept, step.options.compiler, None
         cut = StagedStep(gm, step.annotated.interface, loop, staged, table, step.outputs)
         checkpointing = StageCheckpointing.of(step, cut, planned, groups)
         if step.sharing is not None:
             kept = kept or checkpointing.of_all(given_stages(step))
-            self.fullest = checkpointing.fullest(kept)
+            fullest = checkpointing.fullest(kept)
             splits = [checkpointing.split(k, each) for k, each in enumerate(kept)]
             halves = [halves_of(each, compiler, table.splits_backward, own) for each, own in zip(staged.graphs, splits)]
         else:
             halves = [halves_of(each, compiler, table.splits_backward) for each in staged.graphs]
             kept = checkpointing.as_partitioned(halves)
         made = PipelinePlanBuilder(traced.gm, traced.inputs, step.outputs, step.options, step.cluster, self.times, planned,
-                                   checkpointing, kept, halves)
-        return made.plan(step.name, gm, staged, table)
+                                   checkpointing, kept, halves, repeats)
+        record = made.plan(step.name, gm, staged, table)
+        return CutResult(record, staged.stages, _peaks(record, made.memory(table)), checkpointing.owners, fullest)
 
 
-class FoldedCutPlan:
+class FoldedCutPlan(MakesPlan):
     """Makes the plan of a deep model of which a few layers were traced. Stage boundaries follow from the layers in the plan.
-    Raises DepthsDiffer where these layers do not represent all."""
+    All ranks repeat the same collectives. Raises DepthsDiffer where these layers do not represent all."""
 
-    def __init__(self, step: StepProblem, times: MicrobatchPlacement | None, folded: FewLayerTrace):
-        self.step, self.times, self.folded = step, times, folded
-        self.stages: StageAssignment | None = None
-        self.fullest: GraphMemory | None = None
+    def __init__(self, step: StepProblem, times: MicrobatchPlacement | None, folded: FewLayerTrace,
+                 given: LoopGathers | None = None):
+        super().__init__(step, times, given)
+        self.folded = folded
 
-    def __call__(self, planned: PlanResult | None) -> GraphPlan:
+    def cut(self, planned: PlanResult | None, repeats: LoopGathers) -> CutResult:
         step, times, folded, options = self.step, self.times, self.folded, self.step.options
         mesh, states = options.mesh or {}, options.optimizer_states
         alone = cluster_of_stage(step.cluster, mesh[PP_AXIS])
@@ -125,10 +153,11 @@ class FoldedCutPlan:
         record, prices = folded.of_all_layers(found.record), MeshPrices(mesh_from_pin(found.mesh, alone), states)
         if times is not None:
             graph = step.annotated
-            record = with_microbatches(record, graph.graph, times, loss_of(graph.gm) is not None, prices.mesh, states)
+            record = with_microbatches(record, graph.graph, times, loss_of(graph.gm) is not None, prices.mesh, states,
+                                       repeats, graph.interface.names)
         calls = step_graph(record, PlannedPrices(record, RepricedPlan(record, prices)))
         stages = ExtrapolatedStages(record, calls, lists_in_order(record, folded), table)
-        costs, checkpointing = self._pieces(stages, planned)
+        costs, checkpointing = self._pieces(stages, planned, repeats)
         layers = LayerMemory(checkpointing, costs, table, [costs.pieces.within(stages.places(k)) for k in range(table.stages)])
         memory, fullest, kept = [], [], dict[int, CheckpointingPlan]()
         for rank in range(len(table.actions)):
@@ -136,34 +165,43 @@ class FoldedCutPlan:
             decided = layers.decisions(rank, memory[-1])
             fullest.append(replace(memory[-1], saved=sum(each.saved_bytes for each in decided.values())))
             kept.update((k, checkpointing_plan(each, checkpointing.options)) for k, each in decided.items())
-        self.fullest = fullest_of(fullest) if checkpointing.budgeted else None
-        return with_pipeline(record, stages.parts(costs, layers, kept), table,
-                             mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}, step.cluster, states, memory)
+        record = with_pipeline(record, stages.parts(costs, layers, kept), table,
+                               mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}, step.cluster, states, memory)
+        most = fullest_of(fullest) if checkpointing.budgeted else None
+        return CutResult(record, costs.staged.stages, _peaks(record, memory), None, most)
 
-    def _pieces(self, stages: ExtrapolatedStages, planned: PlanResult | None) -> tuple[LayerCosts, StageCheckpointing]:
+    def _pieces(self, stages: ExtrapolatedStages, planned: PlanResult | None, repeats: LoopGathers,
+                ) -> tuple[LayerCosts, StageCheckpointing]:
         """The traced layers, cut into pieces."""
         step, gm, table = self.step, copy_graph(self.step.annotated.gm), stages.table
         pieces = LayerPieces.cut(stages.sections(), stages.lists)
         try:
-            loop, staged, groups = _staged(gm, step, planned, self.times, len(pieces.starts) + 1, pieces.starts)
+            loop, staged, groups = _staged(gm, step, planned, self.times, len(pieces.starts) + 1, pieces.starts,
+                                           repeats)
         except BadInput as error:
             raise DepthsDiffer(f"its layers are not a chain: {error.what}") from error
-        self.stages = staged.stages
         cut = StagedStep(gm, step.annotated.interface, loop, staged, piece_table(table, range(staged.stages.count)),
                          step.outputs)
         costs = LayerCosts(staged, pieces, stages.lists, step.options.compiler, table.splits_backward)
         return costs, StageCheckpointing.of(step, cut, planned, groups)
 
 
+def _peaks(record: GraphPlan, memory: Sequence[GraphMemory]) -> list[int]:
+    """Bytes of each rank. memory: see `with_pipeline`."""
+    assert record.pipeline is not None, "it was put there"
+    return [peak.bytes for peak in peaks_of_ranks(record, record.pipeline, memory)]
+
+
 def _staged(gm: GraphModule, step: StepProblem, planned: PlanResult | None, times: MicrobatchPlacement | None, stages: int,
-            starts: tuple[str, ...]) -> tuple[LoopSplit, StagedBody, MeshGroups]:
+            starts: tuple[str, ...], repeats: LoopGathers) -> tuple[LoopSplit, StagedBody, MeshGroups]:
     """The loop and the stages of a graph, which gets its loop markers as on the first rank of a stage, with its groups."""
     annotated, axes = step.annotated, device_axes(planned.mesh if planned is not None else {})
     groups = MeshGroups(axes, (0,) * len(axes), tuple(f"planned_{axis.name}" for axis in axes))
     mark_loop(gm, annotated.graph, planned and planned.decision, times, groups, step.outputs,
-              range(step.outputs, len(returned_nodes(gm))), step.options.compiler == "inductor")
+              range(step.outputs, len(returned_nodes(gm))), step.options.compiler == "inductor", repeats)
     loop = split_at_markers(gm)
-    staged = stage_body(gm, annotated.interface.kinds, loop, stages, step.cluster.device, lambda find: find(), starts)
+    staged = stage_body(gm, annotated.interface.kinds, loop, stages, step.cluster.device, lambda find: find(), starts,
+                        repeats)
     return loop, staged, groups
 
 

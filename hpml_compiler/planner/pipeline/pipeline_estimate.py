@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hpml_compiler.planner.graph.memory_budget import GraphMemory
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, over_all_axes
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.peak_memory import peak_of_stages
 from hpml_compiler.plans.pipeline_records import PipelinePlan, SentPlan, StagePlan
 from hpml_compiler.plans.schema import GraphPlan
@@ -96,13 +97,9 @@ def _with_memory(record: GraphPlan, pipe: PipelinePlan, memory: Sequence[GraphMe
     time shrinks; and with the peak of the rank that has the highest, as its stages' storage programs count it."""
     most = max(memory, key=lambda own: own.parameters + own.gradients + own.optimizer)
     share = most.parameters / record.memory.parameters if record.memory.parameters else 0.0
-    peaks, activations = [], 0
-    for rank, own in enumerate(memory):
-        stages = [stage for stage in pipe.stages if stage.rank == rank]
-        state = {"parameters": round(own.parameters), "optimizer": round(own.optimizer)}
-        peaks.append(peak_of_stages(record, [stage.kept for stage in stages if stage.kept is not None], state))
-        activations = max(activations, sum(stage.saved_bytes * stage.in_flight for stage in stages))
-    fullest = max(peaks, key=lambda peak: peak.bytes)
+    activations = max(sum(stage.saved_bytes * stage.in_flight for stage in pipe.stages if stage.rank == rank)
+                      for rank in range(pipe.ranks))
+    fullest = max(peaks_of_ranks(record, pipe, memory), key=lambda peak: peak.bytes)
     again_us = sum(stage.again_us for stage in pipe.stages) / pipe.ranks
     return record.model_copy(update={
         "predicted": record.predicted.model_copy(update={
@@ -111,6 +108,13 @@ def _with_memory(record: GraphPlan, pipe: PipelinePlan, memory: Sequence[GraphMe
             "parameters": round(most.parameters), "gradients": round(most.gradients), "optimizer": round(most.optimizer),
             "activations": activations, "peak": fullest.bytes}),
         "at_peak": fullest})
+
+
+def peaks_of_ranks(record: GraphPlan, pipe: PipelinePlan, memory: Sequence[GraphMemory]) -> list[Peak]:
+    """The memory peak of each rank. memory: see `with_pipeline`."""
+    return [peak_of_stages(record, [stage.kept for stage in pipe.stages if stage.rank == rank and stage.kept is not None],
+                           {"parameters": round(own.parameters), "optimizer": round(own.optimizer)})
+            for rank, own in enumerate(memory)]
 
 
 def _with_times(record: GraphPlan, stages: Sequence[TimedStage]) -> GraphPlan:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.checkpointing_choice import checkpointing_plan
 from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
-from hpml_compiler.planner.graph.memory_budget import NO_LIMIT
+from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, GraphMemory
 from hpml_compiler.planner.graph.microbatch_estimate import with_microbatches
 from hpml_compiler.planner.graph.microbatching import joint_of_loss, loss_of
 from hpml_compiler.planner.pipeline.pipeline_estimate import StagePart, with_pipeline
@@ -33,6 +33,7 @@ from passes.pipeline.find_stages import places
 from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.pipeline.stage_assignment import SentValue, StageAssignment
 from passes.presets import annotate
+from passes.sharding.loop_gathers import ONCE, LoopGathers
 from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.transforms.pipeline.stage_graphs import StageGraph
 
@@ -40,14 +41,15 @@ from passes.transforms.pipeline.stage_graphs import StageGraph
 class PipelinePlanBuilder:
     """joint: the traced graph. times: placements on the microbatch axis, None with one microbatch. cluster: of all ranks.
     planned: the plan of the ranks that share a stage; None where a stage has one rank. checkpointing, kept, halves: of all
-    stages."""
+    stages. repeats: collectives of parameters that each microbatch runs."""
 
     def __init__(self, joint: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int, options: Options,
                  cluster: Cluster, times: MicrobatchPlacement | None, planned: PlanResult | None,
-                 checkpointing: StageCheckpointing, kept: Sequence[CheckpointDecision], halves: Sequence[StageHalves]):
+                 checkpointing: StageCheckpointing, kept: Sequence[CheckpointDecision], halves: Sequence[StageHalves],
+                 repeats: LoopGathers = ONCE):
         self.joint, self.inputs, self.forward_outputs = joint, inputs, forward_outputs
         self.options, self.cluster, self.times, self.planned = options, cluster, times, planned
-        self.checkpointing, self.kept, self.halves = checkpointing, kept, halves
+        self.checkpointing, self.kept, self.halves, self.repeats = checkpointing, kept, halves, repeats
 
     def plan(self, name: str, marked: GraphModule, staged: StagedBody, table: PipelineSchedule) -> GraphPlan:
         """marked, staged: the graph before and after it is cut into stages. table: the schedule."""
@@ -64,12 +66,16 @@ class PipelinePlanBuilder:
         record = planned.record.model_copy(update={"name": name})
         if self.times is not None:
             record = with_microbatches(record, annotated.graph, self.times, loss_of(joint) is not None,
-                                       mesh_from_pin(planned.mesh, alone), self.options.optimizer_states)
+                                       mesh_from_pin(planned.mesh, alone), self.options.optimizer_states, self.repeats,
+                                       annotated.interface.names)
         read = _parameters(marked, staged, annotated.interface.names)
         listed = _listed(annotated.gm, staged.stages, record.operations)
         parts = [self._part(k, listed[k], staged, table, read[k]) for k in range(table.stages)]
-        memory = [self.checkpointing.memory(rank) for rank in range(len(table.actions))]
-        return with_pipeline(record, parts, table, mesh, self.cluster, self.options.optimizer_states, memory)
+        return with_pipeline(record, parts, table, mesh, self.cluster, self.options.optimizer_states, self.memory(table))
+
+    def memory(self, table: PipelineSchedule) -> list[GraphMemory]:
+        """Memory of each rank besides what its stages save."""
+        return [self.checkpointing.memory(rank) for rank in range(len(table.actions))]
 
     def _part(self, k: int, listed: Collection[str], staged: StagedBody, table: PipelineSchedule, read: Mapping[str, bool],
               ) -> StagePart:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule
@@ -26,6 +26,7 @@ from passes.hardware.device import Device
 from passes.op_rules.recomputable import uses_rng
 from passes.pipeline.stage_assignment import STAGES, StageAssignment
 from passes.presets import adopting_stages, analyzing_stage_body, building_storage_program, finding_stages, one_stage
+from passes.sharding.loop_gathers import ONCE, LoopGathers
 from passes.transforms.pipeline.backward_split import split_backward, weight_part_last
 from passes.transforms.pipeline.stage_graphs import StageGraph, makers_of_gradients, split_stages
 
@@ -53,9 +54,11 @@ class StagedBody:
 
 
 def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSplit, count: int, device: Device,
-               agreed: Callable[[Callable[[], StageAssignment]], StageAssignment], starts: tuple[str, ...] = ()) -> StagedBody:
+               agreed: Callable[[Callable[[], StageAssignment]], StageAssignment], starts: tuple[str, ...] = (),
+               repeats: LoopGathers = ONCE) -> StagedBody:
     """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: shares one rank's result with all
-    ranks. starts: first block of each stage but stage 0, if known."""
+    ranks. starts: first block of each stage but stage 0, if known. repeats: collectives of parameters that each microbatch
+    runs."""
     body = copy_graph(loop.body)
     for node in body.graph.nodes:
         if uses_rng(node):
@@ -70,7 +73,7 @@ def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSp
 
     adopting_stages(agreed(found))(body)
     names = [node.name for node in body.graph.find_nodes(op="placeholder")]
-    graphs = split_stages(body, (), aligned=False)
+    graphs = tuple(replace(graph, repeats=repeats) for graph in split_stages(body, (), aligned=False))
     _check_sizes(graphs)
     return StagedBody(
         read(STAGES, body), graphs, dict(zip(names, (*loop.reads, *loop.late), strict=True)),
@@ -150,7 +153,7 @@ class StageSplit:
 def joint_of_stage(graph: StageGraph, compiler: str) -> GraphModule:
     """A copy of a stage's joint graph, ready to be partitioned."""
     joint = copy_graph(graph.gm)
-    one_stage(compiler, graph.forward_outputs)(joint)
+    one_stage(compiler, graph.forward_outputs, graph.repeats)(joint)
     return joint
 
 

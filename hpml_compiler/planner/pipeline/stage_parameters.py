@@ -17,9 +17,8 @@ from hpml_compiler.planner.pipeline.stage_halves import StagedBody
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_signature import GraphSignature
 from passes.graph.loops.loop_parts import PrologueEpilogue
-from passes.op_rules.recomputable import is_recomputable
 from passes.pipeline.pipeline_schedule import PipelineSchedule
-from passes.transforms.microbatch.loop_split import restricted
+from passes.transforms.microbatch.loop_split import must_run, restricted
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class StageDependencies:
         self.in_loop = {each.name for each in (*loop.forward, *loop.backward)}
         results = [None if node is None else node.name for node in returned_nodes(marked)]
         always = (node.name for each in (*loop.before, *loop.after) if each.gm is not None for node in each.gm.graph.nodes
-                  if node.op == "call_function" and not is_recomputable(node))
+                  if must_run(node))
         self.common = frozenset(name for name in (*results[:interface.forward_outputs], *always) if name is not None)
         gradients = results[interface.forward_outputs:]  # one for each input; effect tokens have none
         self.gradients = {name: result for name, result in zip(interface.positions, gradients, strict=True)

@@ -291,11 +291,10 @@ class _StepProgramBuilder:
             self.segments.append((block, []))
 
     def _add(self, op: ProgramStep, ahead: bool = False) -> None:
-        """ahead: where the previous block of the phase begins, or has waited for what it reads."""
+        """ahead: where the previous block begins, or has waited for what it reads."""
         (phase, _), ops = self.segments[-1]
         if ahead and len(self.segments) > 1 and self.segments[-2][0][0] == phase:
-            before = self.segments[-2][1]
-            before.insert(max((k + 1 for k, each in enumerate(before) if each.waits_for is not None), default=0), op)
-        else:
-            ops.append(op)
+            ops = self.segments[-2][1]
+            return ops.insert(max((k + 1 for k, each in enumerate(ops) if each.waits_for is not None), default=0), op)
+        ops.append(op)
 

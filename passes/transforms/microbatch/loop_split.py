@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.compat import fake_mode_of
 from passes.errors import HpmlError
-from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, memory_of
+from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, is_collective, memory_of
 from passes.graph.graph_copy import copy_graph
 from passes.graph.loops.loop_parts import GraphFragment, LoopInput, LoopOutput, LoopSplit, MicrobatchRows
 from passes.op_rules.recomputable import is_recomputable
@@ -37,8 +37,7 @@ class LoopPart(enum.Enum):
 
 
 def restricted(segment: GraphFragment, wanted: Container[str]) -> GraphFragment:
-    """The part of a fragment that computes these, and calls that must run in any case: random numbers, so that later ones
-    are unchanged, writes and unknown calls."""
+    """The part of a fragment that computes these, and calls that must run in any case (`must_run`)."""
     if segment.gm is None:
         return segment
     gm = copy_graph(segment.gm)
@@ -46,7 +45,7 @@ def restricted(segment: GraphFragment, wanted: Container[str]) -> GraphFragment:
     kept = [(name, node) for name, node in zip(segment.makes, output.args[0], strict=True) if name in wanted]
     output.args = (tuple(node for _, node in kept),)
     for node in reversed(gm.graph.nodes):
-        if node.op == "call_function" and not node.users and is_recomputable(node):
+        if node.op == "call_function" and not node.users and not must_run(node):
             gm.graph.erase_node(node)
     reads = []
     for name, node in zip(segment.reads, gm.graph.find_nodes(op="placeholder"), strict=True):
@@ -58,6 +57,12 @@ def restricted(segment: GraphFragment, wanted: Container[str]) -> GraphFragment:
         return GraphFragment(None)
     gm.recompile()
     return GraphFragment(gm, tuple(reads), tuple(name for name, _ in kept))
+
+
+def must_run(node: Node) -> bool:
+    """True for a call around the loop that runs whether its result is needed or not: random numbers, so that later ones are
+    unchanged, writes and unknown calls. A collective does not: all ranks that take part in it need the same results."""
+    return node.op == "call_function" and not is_collective(node.target) and not is_recomputable(node)
 
 
 def split_at_markers(gm: GraphModule) -> LoopSplit:

@@ -26,6 +26,7 @@ from passes.graph.planning_keys import GRAPH_SIGNATURE, OPERATIONS
 from passes.graph.step_phase import BACKWARD, FORWARD
 from passes.op_rules.opaque_calls import port_of
 from passes.pipeline.stage_assignment import STAGES, SentValue, StageAssignment
+from passes.sharding.loop_gathers import ONCE, LoopGathers
 
 GRADIENT = "tangents_of_"
 """Prefix of the placeholder of a value that a stage receives in backward: torch's
@@ -72,10 +73,11 @@ class StageIO:
 @dataclass(frozen=True)
 class StageGraph(StageIO):
     """A stage as a joint graph. inputs: of the whole graph, then those received from the previous stage, for
-    `presets.annotate`."""
+    `presets.annotate`. repeats: collectives of parameters in it, which each microbatch runs."""
 
     gm: GraphModule
     inputs: tuple[GraphInput, ...]
+    repeats: LoopGathers = ONCE
 
     def ends(self) -> StageIO:
         return StageIO(**{each.name: getattr(self, each.name) for each in fields(StageIO)})

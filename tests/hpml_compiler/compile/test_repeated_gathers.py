@@ -2,13 +2,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import hpml_compiler
+from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.session import session
+from passes.hardware.cluster import Cluster
 from tests.helpers.frozen import fresh
 from tests.helpers.peaks import least_peak
 from tests.hpml_compiler.compile.test_zero import Block
@@ -20,16 +26,28 @@ OPTIONS: dict[str, Any] = {"compiler": "eager", "mesh": {"dp": 2}, "zero": 3, "m
 X = torch.linspace(-1, 1, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH).sin()
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
+class Features(nn.Module):
+    """The script computes the loss."""
+
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        return x.square().mean()
+        return x
+
+
+class Net(Features):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def loss_of(call: Any) -> torch.Tensor:
+    out = call(X)
+    return out if out.dim() == 0 else out.square().mean()
 
 
 def train(model: nn.Module, call: Any) -> tuple[list[torch.Tensor], int]:
@@ -37,7 +55,7 @@ def train(model: nn.Module, call: Any) -> tuple[list[torch.Tensor], int]:
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), list[torch.Tensor]()
 
     def step() -> None:
-        loss = call(X)
+        loss = loss_of(call)
         loss.backward()
         if not seen:
             seen.extend(p.grad for p in model.parameters() if p.grad is not None)
@@ -52,23 +70,27 @@ def train(model: nn.Module, call: Any) -> tuple[list[torch.Tensor], int]:
     return [(x.full_tensor() if isinstance(x, DTensor) else x).detach().clone() for x in seen], peak
 
 
-def run(rank: int, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By case: how far it is from one device, its collectives, peaks, and decision."""
-    found = {}
-    reference = Net().double()
+def run(rank: int, cases: dict[str, dict[str, Any]], blocks: int = BLOCKS) -> dict[str, dict[str, Any]]:
+    """By case: how far it is from one device, its collectives, peaks, and decision. A case may name a kind of model, and the
+    case whose plan it obeys."""
+    found, plans = {}, dict[str, Any]()
+    reference = Net(blocks).double()
     expected, _ = train(reference, reference)
     for name, options in cases.items():
         fresh()
-        model = Net().double()
+        options = dict(options)
+        model = options.pop("model", Net)(blocks).double()
+        if "plan" in options:
+            options["plan"] = plans[options["plan"]]
         call = torch.compile(model, backend="hpml", options=OPTIONS | options)
         numbers, measured = train(model, call)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            call(X).backward()
+            loss_of(call).backward()
         calls = Counter({event.key.split("::")[1]: event.count for event in profile.key_averages()
                          if "c10d_functional" in event.key})
-        plan = session.last_plan()
+        plan = plans[name] = session.last_plan()
         said, predicted = plan.step_graphs[0].microbatches, plan.step_graphs[0].predicted
-        assert said is not None
+        assert said is not None and plan.peak is not None
         found[name] = {
             "apart": max(float((a - b).abs().max()) for a, b in zip(numbers, expected, strict=True)),
             "gathers": calls["all_gather_into_tensor"] + calls["all_gather_into_tensor_coalesced"],
@@ -95,9 +117,54 @@ def test_both_are_as_on_one_device_and_counted(launch):
         for name in ("each", "each, next launch", "each, inductor"):  # a block's weights together, in forward and in backward
             assert found[name]["gathers"] - others == MICROBATCHES * 2 * BLOCKS, name
         assert abs(once["peak"] / once["measured"] - 1) <= 0.05, once
-        # Without a budget, a plan counts workspace of gathers that run ahead: more than gloo has here, where layers are small.
-        assert 0.8 <= each["peak"] / each["measured"] <= 1.4, each
+        assert abs(each["peak"] / each["measured"] - 1) <= 0.05, each
         budget = found["budget"]
         assert once["us"] < budget["us"] < each["us"]
         assert once["peak"] > 24_000_000 >= max(budget["peak"], budget["measured"] / 1.03)
         assert each["measured"] < once["measured"] and each["us"] > once["us"]
+
+
+STAGED: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}, "microbatches": 4}
+BLOCKS_OF_RANK = 4
+CASES_IN_STAGES: dict[str, dict[str, Any]] = {
+    "once": STAGED | {"gather": "once"}, "each": STAGED | {"gather": "each"},
+    "loss outside": STAGED | {"gather": "each", "schedule": "zero_bubble", "model": Features},
+    "plan": STAGED | {"plan": "each"},
+}
+
+
+@pytest.mark.timeout(240)
+def test_stages_gather_in_each_microbatch(launch):
+    found = launch(run, 4, args=(CASES_IN_STAGES, 2 * BLOCKS_OF_RANK), timeout_s=200)
+    assert {name: row["apart"] for ranks in found for name, row in ranks.items() if not row["apart"] < 1e-9} == {}
+    first_stage, parameters = found[0], 6 * BLOCKS_OF_RANK
+    assert first_stage["once"]["gathered"] == () and first_stage["once"]["gathers"] == parameters, "those of its own stage"
+    for name in ("each", "loss outside", "plan"):  # a block's weights together, in forward and in backward
+        assert len(first_stage[name]["gathered"]) == 2 * parameters
+        result = name == "loss outside"  # its rows are gathered, too
+        assert first_stage[name]["gathers"] - result == STAGED["microbatches"] * 2 * BLOCKS_OF_RANK, name
+    once, each = first_stage["once"], first_stage["each"]
+    assert each["peak"] < once["peak"] and each["us"] > once["us"]
+    measured = min(ranks["each"]["measured"] for ranks in found)  # gloo's threads may hold what they reduced for a while
+    assert 0.87 <= each["peak"] / measured <= 1.05, [ranks["each"] for ranks in found]
+
+
+def planned_in_stages(memory_bytes: float, **options: Any) -> GraphPlan:
+    """On four devices with so much memory."""
+    group = Cluster.local(4, "cpu").group
+    cluster = Cluster((replace(group, device=replace(group.device, memory_bytes=int(memory_bytes))),))
+    options = OPTIONS | STAGED | {"monitor": True} | options
+    plan = hpml_compiler.plan(Net(2 * BLOCKS_OF_RANK).double(), (X,), cluster, **options)
+    assert isinstance(plan, Plan)
+    return plan.graphs[0]
+
+
+def test_stages_repeat_the_gathers_that_memory_does_not_hold():
+    once, each = (planned_in_stages(1e9, gather=gather) for gather in ("once", "each"))
+    limit = (once.memory.peak + each.memory.peak) // 2
+    found = planned_in_stages(limit)
+    assert found.memory.peak <= limit < once.memory.peak
+    assert once.predicted.step_time_us < found.predicted.step_time_us < each.predicted.step_time_us
+    assert found.microbatches and each.microbatches
+    assert {*found.microbatches.gathered} < {*each.microbatches.gathered}
+    assert planned_in_stages(1e9).microbatches == once.microbatches
