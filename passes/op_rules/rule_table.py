@@ -81,22 +81,22 @@ def rule(*targets: Any, heavy: Heavy | bool | None = None, flops: Callable[..., 
     Used as a decorator, it also registers the function that gives their sharding rule; a call alone registers the rest, for
     operators without a rule of their own.
 
-    heavy: the work is worth a placement of its own, and costs what kernels of this kind cost: "matmul", "attention",
-        "convolution" or "embedding" (bound by memory), which is what True means. Others are grouped with their neighbors.
-    flops: number of floating point operations, as a function of the call's arguments as meta tensors and `out_val=`, its
-        result (the convention of `torch.utils.flop_counter.register_flop_formula`), or a number for each element of the
-        result. Default: torch's formula, else 1 for each element.
-    view: the result is the memory of the first operand, "whole" or in "part". Default: it has memory of its own.
-    recomputable: False: a second call may return something else, or has other effects than the first. Default: True, but
-        for operators that draw random numbers or change their arguments.
-    fusion: what the compiler makes of a call: "none", a kernel of its own; "fuses", a kernel that also computes what it reads;
-        "scatters", the same unless it needs atomic additions that the device lacks; "inlined", a part of the kernels that read
-        the result; "costly", the same, but on CPUs not computed twice. Default: "inlined" for pointwise
-        ones by torch's tag, else "none".
-    sizes: position of the argument that is the shape of the first result; a rank gives its local shape.
-    local: makes the call on a rank's operands, for operators with other arguments that depend on sizes, or with indices or
-        positions in a split dim. Default: the same call on local operands.
-    layout: whether the kernel takes an operand with these strides; others are copied to contiguous memory. Default: any.
+    - heavy: the work is worth a placement of its own, and costs what kernels of this kind cost: "matmul", "attention",
+      "convolution" or "embedding" (bound by memory), which is what True means. Others are grouped with their neighbors.
+    - flops: number of floating point operations, as a function of the call's arguments as meta tensors and `out_val=`, its
+      result (the convention of `torch.utils.flop_counter.register_flop_formula`), or a number for each element of the
+      result. Default: torch's formula, else 1 for each element.
+    - view: the result is the memory of the first operand, "whole" or in "part". Default: it has memory of its own.
+    - recomputable: False: a second call may return something else, or has other effects than the first. Default: True, but
+      for operators that draw random numbers or change their arguments.
+    - fusion: what the compiler makes of a call: "none", a kernel of its own; "fuses", a kernel that also computes what it
+      reads; "scatters", the same unless it needs atomic additions that the device lacks; "inlined", a part of the kernels that
+      read the result; "costly", the same, but on CPUs not computed twice. Default: "inlined" for pointwise ones by torch's
+      tag, else "none".
+    - sizes: position of the argument that is the shape of the first result; a rank gives its local shape.
+    - local: makes the call on a rank's operands, for operators with other arguments that depend on sizes, or with indices or
+      positions in a split dim. Default: the same call on local operands.
+    - layout: whether the kernel takes an operand with these strides; others are copied to contiguous memory. Default: any.
 
     Raises ValueError if the same is registered twice.
     """
