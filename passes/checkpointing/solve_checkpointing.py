@@ -62,7 +62,7 @@ class SolveCheckpointing(AnalysisPass):
 
 def decision_of_trace(walked: MemoryTrace, budget_bytes: float, seconds: float) -> CheckpointDecision:
     """Convert a memory trace to an annotation."""
-    tape = walked.tape
+    walked, tape = walked.without_unread, walked.tape
     return CheckpointDecision(
         frozenset(tape.storages[s].name for s in walked.kept), sum(tape.layers_again[k] for k in walked.again),
         sum(map(tape.us_of, walked.again)), max(walked.forward.nbytes, default=0), max(walked.backward.nbytes, default=0),

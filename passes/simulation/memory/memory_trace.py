@@ -43,6 +43,12 @@ class MemoryTrace:
         return _phase(self.tape, self.backward_order, self._handed_on, held, self.offloaded,
                       self._others(backward=True))
 
+    @property
+    def without_unread(self) -> MemoryTrace:
+        """The same without saved storages that backward does not read. (A search has them, to start recomputation from.)"""
+        read = {s for k in self.backward_order for s in self.tape.runs[k if k >= 0 else -1 - k].reads}
+        return MemoryTrace(self.tape, self.kept & read, self.backward_order, self.offloaded & read)
+
     @cached_property
     def kept_bytes(self) -> int:
         """Bytes that one microbatch saves in memory."""
@@ -96,12 +102,11 @@ class MemoryTrace:
 
 
 def simulate_memory(tape: StorageProgram, kept: Collection[int], offloaded: Collection[int] = ()) -> MemoryTrace:
-    """Simulate. kept: forward storages to save, where backward reads them. Others that backward needs and that cannot be
-    recomputed are saved, too. offloaded: further storages to save, out of the device's memory in between."""
+    """Simulate. kept: forward storages to save. Others that backward needs and that cannot be recomputed are saved, too.
+    offloaded: further storages to save, out of the device's memory in between."""
     offloaded = frozenset(offloaded)
     backward, bound = _backward_order(tape, offloaded.union(kept))
-    read = {s for k in backward for s in tape.runs[k if k >= 0 else -1 - k].reads}
-    return MemoryTrace(tape, offloaded.union(kept, bound) & read, tuple(backward), offloaded & read)
+    return MemoryTrace(tape, offloaded.union(kept, bound), tuple(backward), offloaded)
 
 
 def forward_order(tape: StorageProgram, kept: Collection[int]) -> list[int]:
