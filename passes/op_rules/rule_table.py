@@ -106,15 +106,16 @@ def rule(*targets: Any, heavy: Heavy | bool | None = None, flops: Callable[..., 
     names = [*map(name_of, targets)]
 
     def add(found: dict[str, Any], by: str) -> None:
-        for name in names:
+        found = {key: value for key, value in found.items() if value is not None}
+        for name in names if found else ():
             before = OPERATORS.get(name, UNKNOWN)
-            twice = [key for key, value in found.items() if value is not None and getattr(before, key) is not None]
+            twice = [key for key in found if getattr(before, key) is not None]
             if twice:
                 raise ValueError(f"{twice[0]} of {name} is registered twice")
-        for name in names:
+        for name in names if found else ():
             before = OPERATORS.get(name, UNKNOWN)
-            OPERATORS[name] = replace(before, **{key: value for key, value in found.items() if value is not None},
-                                      external=before.external or not by.startswith("passes.op_rules.families."))
+            external = before.external or not by.startswith("passes.op_rules.families.")
+            OPERATORS[name] = replace(before, **found, external=external)
 
     def register(function: RuleFunction) -> RuleFunction:
         add({"rule": function}, function.__module__)
