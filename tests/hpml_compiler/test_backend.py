@@ -41,7 +41,7 @@ def said(allow: bool, ranks: int) -> str:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("allow", "ranks", "warned"), [(False, 2, True), (False, 1, False), (True, 2, False)])
 def test_a_model_that_never_came_to_the_backend_is_warned_of(allow, ranks, warned):
-    assert ("is not compiled, and every rank does all" in said(allow, ranks)) == warned
+    assert ("is not compiled and runs in full on every rank" in said(allow, ranks)) == warned
 
 
 NEVER_CALLED = """
@@ -62,7 +62,7 @@ def test_a_model_that_was_not_called_or_failed_is_not_warned_of(script, ends_wit
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == ends_with, done.stderr[-3000:]
-    assert "is not compiled, and every rank does all" not in done.stderr
+    assert "is not compiled and runs in full on every rank" not in done.stderr
 
 
 class OnSparse(nn.Module):
@@ -95,7 +95,7 @@ def test_it_is_said_after_the_first_call_with_dynamos_own_reason(model, because,
     for _ in range(3):
         compiled(x)
     (said,) = (each.getMessage() for each in caplog.records if each.name == "hpml")
-    assert said.startswith(f"{type(model).__name__} is not compiled, and every rank does all of its work") and because in said
+    assert said.startswith(f"{type(model).__name__} is not compiled and runs in full on every rank") and because in said
     assert ("LSTM" in said) == isinstance(model, nn.LSTM)
     with pytest.raises(BadInput) as error:
         hpml_compiler.last_plan()
@@ -124,7 +124,7 @@ def test_of_functions_it_is_said_at_the_first_step(how, monkeypatch, caplog):
         call(torch.eye(4))
         optimizer.step()
     (said,) = (each.getMessage() for each in caplog.records if each.name == "hpml")
-    assert "is not compiled, and every rank does all of its work" in said and "sparse" in said
+    assert "is not compiled and runs in full on every rank" in said and "sparse" in said
 
 
 def test_public_names_are_listed():

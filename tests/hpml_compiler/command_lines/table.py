@@ -240,8 +240,8 @@ PLANS = [
     ("explain models.py:tiny --save no/such/folder.json", 2, "no folder", "formulas into a folder that is not there"),
     ("explain no.json x", 2, "No such file", "no file"),
     *[(f"explain {name}.json x", 2, said, reason) for name, said, reason in (
-        ("cut", "not", "half a file"), ("empty", "empty", "an empty file"), ("array", "no plan", "an array"),
-        ("number", "no plan", "a number"), ("nothing", "no plan", "an empty object"), ("deep", "too deep", "nested"),
+        ("cut", "not", "half a file"), ("empty", "empty", "an empty file"), ("array", "not a plan", "an array"),
+        ("number", "not a plan", "a number"), ("nothing", "not a plan", "an empty object"), ("deep", "too deep", "nested"),
         ("deep_plan", "too deep", "nested inside"), ("twice", "twice", "a key twice"), ("not", "JSON", "no JSON"),
         ("long_number", "digits", "a number that Python refuses to read"), ("latin", "UTF-8", "another encoding"),
         ("binary", "UTF-8", "no text"), ("folder", "directory", "a folder"),
@@ -250,7 +250,7 @@ PLANS = [
         ("other_ranks", "world_size", "edited: other ranks"), ("other_mesh", "mesh", "edited: another mesh"),
         ("mixed", "different devices", "a plan of groups"), ("negative", "step_time_us", "a negative time"),
         ("nan", "NaN", "a time that is no number"), ("bad_placement", "graphs[0]", "a placement that there is not"),
-        ("cluster", "no plan", "a cluster for a plan"))],
+        ("cluster", "not a plan", "a cluster for a plan"))],
 ]
 
 SIMULATIONS = [

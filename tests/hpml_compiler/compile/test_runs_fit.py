@@ -98,4 +98,4 @@ def test_a_run_decides_as_a_plan_does(case, tmp_path, caplog):
         assert sum("searching for placements" in message for message in caplog.messages) == 2 * searched
         assert searched or case not in SEARCHED
         caplog.clear()
-    assert found[0].startswith("fits") and "it has" in found[-1]
+    assert found[0].startswith("fits") and "more than its" in found[-1]

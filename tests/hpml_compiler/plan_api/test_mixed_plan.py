@@ -73,11 +73,11 @@ def test_load_refuses(tmp_path, changes, message):
 
 
 def test_rows_need_a_plan_and_a_plan_rows():
-    with pytest.raises(ValidationError, match="16 rows, and no plan"):
+    with pytest.raises(ValidationError, match="16 rows but no plan"):
         share(16, None)
-    with pytest.raises(ValidationError, match="0 rows, and a plan"):
+    with pytest.raises(ValidationError, match="0 rows but a plan"):
         share(0, FAST)
-    with pytest.raises(ValidationError, match="has 4 devices, its plan 8"):
+    with pytest.raises(ValidationError, match="has 4 devices, but its plan has 8"):
         GroupShare(cluster="1x4:cpu", devices=4, rows=16, fraction=1.0, plan=FAST, step_time_us=1.0)
 
 
@@ -104,10 +104,10 @@ def test_table_shows_shares_alternatives_and_the_plan_of_each_group():
     assert first.split()[1:4] == ["12", "75.0%", "1.5"] and "166 us" in first and "0.00 us" in first
     assert second.split()[1:4] == ["4", "25.0%", "0.5"] and "48.0 us" in second  # how long it waits
     assert "8 + 8 rows: 400 us, 2.00 times as long" in text
-    assert "16 + 0 rows: impossible, no memory" in text
+    assert "16 + 0 rows: infeasible, no memory" in text
     assert text.count("collectives") == 2
     alone = ONE.table()
-    assert "left out        1x8:v100-32g: too slow" in alone and "nothing: one group takes all rows" in alone
+    assert "unused          1x8:v100-32g: too slow" in alone and "nothing: one group takes all rows" in alone
 
 
 def test_each_group_is_drawn_into_a_file_of_its_own(tmp_path, monkeypatch):

@@ -147,7 +147,7 @@ def test_check_finds_the_graph():
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (("GPT-3-hash", "2.13.0", 4), "for 8 ranks .* here are 4"),
+    (("GPT-3-hash", "2.13.0", 4), "for 8 ranks .* this run has 4"),
     (("GPT-3-hash", "2.12.0", 8), "made with torch 2.13.0"),
     (("other", "2.13.0", 8), "another model or batch.*GPT"),
 ])

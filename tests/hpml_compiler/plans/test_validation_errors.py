@@ -32,7 +32,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("monitor", "yes", "monitor: expected true or false, got 'yes'"),
     ("cluster", 3, "cluster: expected a string, got 3"),
     ("plan", 3, "plan: expected a string or an object, got 3"),
-    ("plan", {}, "plan.torch_version: it is missing"),
+    ("plan", {}, "plan.torch_version: the key is missing"),
 ]
 
 

@@ -162,7 +162,7 @@ def run_errors(rank):
     with pytest.raises(BadInput, match="requires a gradient"):
         hpml_compiler.distribute_batch(torch.ones(4, requires_grad=True), rows="own")
     dataset = data()
-    for count, rows, message in ((4, None, "among 4 ranks, but there are 2"), (2, "same", "leave rows='same' out")):
+    for count, rows, message in ((4, None, "among 4 ranks, but there are 2"), (2, "same", "remove rows='same' or the sampler")):
         loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, count, rank))
         with pytest.raises(BadInput, match=message):
             next(iter(hpml_compiler.distribute(loader, rows=rows)))

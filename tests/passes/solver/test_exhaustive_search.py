@@ -7,7 +7,7 @@ import networkx as nx
 from hypothesis import given, settings
 
 from passes.solver import Arc, Choice, Edge, Entity, Problem
-from tests.passes.solver.exhaustive_search import brute_force
+from passes.solver.exhaustive_search import brute_force
 from tests.passes.solver.random_problems import problems
 
 

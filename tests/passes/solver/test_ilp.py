@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.solver import Arc, Choice, Edge, Entity, Problem, SolverOptions, ilp, solvers
+from passes.solver.exhaustive_search import brute_force
 from passes.solver.reduction import reduce, unreduced
 from passes.solver.work_limit import WorkLimit
-from tests.passes.solver.exhaustive_search import brute_force
 from tests.passes.solver.random_problems import hard_chain, problems, tangled
 
 EXACT = SolverOptions(gap=0.0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from passes.errors import Infeasible
 from passes.solver import Arc, Choice, Edge, Entity, Problem, SolverOptions, ilp, solve, solvers
-from tests.passes.solver.exhaustive_search import brute_force
+from passes.solver.exhaustive_search import brute_force
 from tests.passes.solver.random_problems import hard_chain, problems, tangled
 
 EXACT = SolverOptions(gap=0.0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from passes.errors import Infeasible
 from passes.solver import Arc, Choice, Edge, Entity, Problem, solve
-from tests.passes.solver.exhaustive_search import brute_force
+from passes.solver.exhaustive_search import brute_force
 from tests.passes.solver.random_problems import hard_chain, tangled
 
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.solver import Arc, Choice, Edge, Entity, Problem
+from passes.solver.exhaustive_search import brute_force
 from passes.solver.reduction import NoAssignment, reduce
 from passes.solver.rounding import rounded
-from tests.passes.solver.exhaustive_search import brute_force
 from tests.passes.solver.random_problems import hard_chain, tangled
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.solver import Arc, Choice, Edge, Entity, Problem, Solution, VerificationError, check, ilp_search, solve
-from tests.passes.solver.exhaustive_search import brute_force
+from passes.solver.exhaustive_search import brute_force
 from tests.passes.solver.random_problems import tangled
 
 ARCS = (Arc("S", "P", 1.0), Arc("P", "R", 2.0), Arc("S", "R", 4.0))

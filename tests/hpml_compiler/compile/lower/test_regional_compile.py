@@ -65,7 +65,7 @@ def with_blocks(model: nn.Module, blocks: str, **options) -> list:
 
 def counts(caplog) -> list[tuple[int, int]]:
     """(segments, how many differ) of each graph that was cut."""
-    said = re.findall(r"in (\d+) segments of which (\d+) differ", caplog.text)
+    said = re.findall(r"in (\d+) segments of which (\d+) are distinct", caplog.text)
     return [(int(a), int(b)) for a, b in said]
 
 

@@ -15,8 +15,8 @@ from hpml_compiler.planner.graph.microbatching import joint_of_loss, microbatch_
 from passes.hardware.cluster import Cluster
 from passes.presets import annotate
 from passes.sharding.loop_gathers import LoopGathers
+from passes.solver.exhaustive_search import brute_force
 from passes.solver.solvers import SolverOptions
-from tests.passes.solver.exhaustive_search import brute_force
 from tests.passes.traced import mlp, trace_joint
 
 MICROBATCHES = 4
