@@ -66,8 +66,8 @@ def test_few_layers_tell_what_all_of_them_would(options):
 
 
 @pytest.mark.parametrize("options", [
-    {"mesh": {"pp": 4}, "memory_budget": 0.7}, {"mesh": {"pp": 4}, "recompute": "selective", "schedule": "zero_bubble"},
-    {"mesh": {"pp": 4}, "recompute": "full"}, {"mesh": {"pp": 2, "dp": 2}, "memory_budget": 0.7, "offload": "saved"}], ids=str)
+    {"mesh": {"pp": 4}, "memory_budget": 0.7}, {"mesh": {"pp": 4}, "recompute": "full", "schedule": "zero_bubble"},
+    {"mesh": {"pp": 2, "dp": 2}, "memory_budget": 0.7, "offload": "saved"}], ids=str)
 def test_a_budget_is_met_with_the_values_that_few_layers_save(options):
     """memory_budget: as a share of the peak without one."""
     free = {"rows": 256, "mesh": options["mesh"], "schedule": options.get("schedule", "auto")}
