@@ -68,8 +68,8 @@ class OfflinePlanner:
             folded, annotated = traces.shortened
             try:
                 return [self._of_few_layers(self.problem("graph_0", traces.few, annotated, allowance, folded))]
-            except DepthsDiffer:
-                log.info("the layers of the model differ; hpml traces all of them")
+            except DepthsDiffer as error:
+                log.info("a few layers do not represent the model (%s); hpml traces all of them", error)
                 self.graphs.clear()
                 self.met.clear()
         records: list[GraphPlan] = []

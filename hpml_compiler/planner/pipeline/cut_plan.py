@@ -135,7 +135,7 @@ class CutPlan(MakesPlan):
 
 class FoldedCutPlan(MakesPlan):
     """Makes the plan of a deep model of which a few layers were traced. Stage boundaries follow from the layers in the plan.
-    All ranks repeat the same collectives. Raises DepthsDiffer where these layers do not represent all."""
+    All ranks repeat the same collectives. Raises DepthsDiffer where these layers do not represent all, or do not fit."""
 
     def __init__(self, step: StepProblem, times: MicrobatchPlacement | None, folded: FewLayerTrace,
                  given: LoopGathers | None = None):
@@ -167,8 +167,10 @@ class FoldedCutPlan(MakesPlan):
             kept.update((k, checkpointing_plan(each, checkpointing.options)) for k, each in decided.items())
         record = with_pipeline(record, stages.parts(costs, layers, kept), table,
                                mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}, step.cluster, states, memory)
-        most = fullest_of(fullest) if checkpointing.budgeted else None
-        return CutResult(record, costs.staged.stages, _peaks(record, memory), None, most)
+        most, peaks = fullest_of(fullest) if checkpointing.budgeted else None, _peaks(record, memory)
+        if most is not None and max(peaks) > memory_limit(options, step.cluster):  # each layer saves its input here
+            raise DepthsDiffer("less memory may do if a stage saves nothing between its layers")
+        return CutResult(record, costs.staged.stages, peaks, None, most)
 
     def _pieces(self, stages: ExtrapolatedStages, planned: PlanResult | None, repeats: LoopGathers,
                 ) -> tuple[LayerCosts, StageCheckpointing]:

@@ -82,6 +82,26 @@ def test_a_budget_is_met_with_the_values_that_few_layers_save(options):
     assert short.predicted.step_time_us == pytest.approx(long.predicted.step_time_us, rel=0.05)
 
 
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(32, 64)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12))
+
+    def forward(self, tokens, labels):
+        x = self.table(tokens[:, 0])
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_budget_that_stages_meet_without_their_layers_inputs_takes_all_layers():
+    options = {"mesh": {"pp": 4}, "rows": 256}
+    short, long = (planned(Chain(), memory_budget=budget, **options) for budget in ("460KiB", "360KiB"))
+    assert short.graph_hash.startswith("shortened:") and not long.graph_hash.startswith("shortened:")
+    assert long.memory.peak <= 360 * 1024
+
+
 def test_layers_of_an_encoder_and_of_a_decoder():
     short, long = (planned(EncoderDecoder(), mesh={"pp": 4}, trace_all_layers=whole) for whole in (False, True))
     for a, b in zip(short.pipeline.stages, long.pipeline.stages):
