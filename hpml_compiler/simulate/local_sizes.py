@@ -68,7 +68,7 @@ class LocalView:
     def _scratch_bytes(self, name: str, operands: int) -> float:
         """Temporary memory of a convolution on a CPU. operands: how many it has, of which the weight is the last; 0 for
         others."""
-        from passes.op_rules.families import convolutions
+        from passes.op_rules.families.convolutions import scratch_bytes
 
         operation = self.graph.operations[name]
         read = list(zip(operation.sources, operation.inputs))[:operands]
@@ -82,7 +82,7 @@ class LocalView:
         for axis, place in zip(self.axes, read[-1][1]):
             if place.startswith("S"):
                 shape[int(place[2:-1])] /= axis.size
-        return convolutions.scratch_bytes(operands, shape, out_bytes, item_bytes(weight.dtype))
+        return scratch_bytes(operands, shape, out_bytes, item_bytes(weight.dtype))
 
     @cached_property
     def fixed(self) -> frozenset[str]:

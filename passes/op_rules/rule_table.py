@@ -33,7 +33,7 @@ Fusion = Literal["none", "fuses", "scatters", "inlined", "costly"]
 
 @dataclass(frozen=True)
 class Operator:
-    """What is known about an operator; the fields are explained at `rule`. None: nothing is registered. external: something
+    """Properties of an operator; the fields are explained at `rule`. None: nothing is registered. external: something
     was registered by other code than this package's."""
 
     rule: RuleFunction | None = None
@@ -107,12 +107,14 @@ def rule(*targets: Any, heavy: Heavy | bool | None = None, flops: Callable[..., 
 
     def add(found: dict[str, Any], by: str) -> None:
         found = {key: value for key, value in found.items() if value is not None}
-        for name in names if found else ():
+        if not found:
+            return
+        for name in names:
             before = OPERATORS.get(name, UNKNOWN)
             twice = [key for key in found if getattr(before, key) is not None]
             if twice:
                 raise ValueError(f"{twice[0]} of {name} is registered twice")
-        for name in names if found else ():
+        for name in names:
             before = OPERATORS.get(name, UNKNOWN)
             external = before.external or not by.startswith("passes.op_rules.families.")
             OPERATORS[name] = replace(before, **found, external=external)
@@ -152,7 +154,7 @@ def is_pointwise(target: Any) -> bool:
 
 
 def operator_of(target: Any) -> Operator:
-    """What is known about an operator, given itself or by its text in a graph or plan, `aten.mm.default`."""
+    """The properties of an operator, given itself or by its text in a graph or plan, `aten.mm.default`."""
     load()
     if isinstance(target, str):
         target = _target_of(target)

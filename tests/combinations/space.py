@@ -107,7 +107,7 @@ class Training:
         return loss.item()
 
     def evaluate(self) -> float:
-        """Of half of the rows."""
+        """The loss of half of the rows."""
         self.whole.eval()
         with torch.no_grad():
             found = self.loss(ROWS // 2).item()

@@ -1,8 +1,9 @@
 """Checkpointing problem of one graph: its storage program and its share of the memory budget."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch.fx import GraphModule, Node
 
@@ -29,6 +30,8 @@ from passes.presets import building_storage_program, obeying_checkpointing
 from passes.simulation.memory.memory_trace import simulate_memory
 from passes.simulation.memory.storage_program import StorageProgram
 from passes.solver.work_limit import WorkLimit
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,21 @@ class CheckpointProblem:
             f"set memory_budget to {least} bytes, or use more devices to shard parameters over")
         error.smallest_budget_bytes = least
         return error
+
+
+def equal_shares(units: Iterable[T], problem_of: Callable[[T], CheckpointProblem], options: Options) -> dict[T, int]:
+    """Bytes that one microbatch saves in each of several loop bodies of a rank, if all save the same part of what costs no time
+    to save. problem_of: the problem of each, as if the others saved nothing."""
+    found, peaks, total, left = dict[T, int](), [], 0, 0.0
+    for unit in units:
+        problem = problem_of(unit)
+        assert problem.loop is not None, "it is the body of a loop"
+        kept = replace(problem, room=replace(problem.room, left=float("inf"))).solved(options, False)
+        found[unit] = kept.saved_bytes // problem.loop.others.in_flight
+        peaks.append(kept.peak_bytes - kept.saved_bytes)
+        total, left = total + kept.saved_bytes, problem.room.left
+    share = min(max((left - max(peaks)) / total, 0.0), 1.0) if total else 1.0
+    return {unit: round(share * nbytes) for unit, nbytes in found.items()}
 
 
 def problem_of_loop(marked: GraphModule, loop: LoopSplit, microbatches: int, tape: BuildStorageProgram, room: BudgetShare,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.fx import GraphModule
 
 from hpml_compiler.options import Options
-from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem
+from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem, equal_shares
 from hpml_compiler.planner.graph.memory_budget import BudgetShare
 from hpml_compiler.planner.pipeline.stage_memory import RankMemory
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
@@ -66,7 +66,9 @@ class PieceProblems:
 
     def decided(self, sweeps: int, fits: Callable[[Mapping[Run, SavedValues]], bool]) -> dict[Run, SavedValues]:
         """The values that each run saves. sweeps: limit of rounds; fits: whether all stages fit."""
-        saved, chosen = self._equal_shares(), dict[Run, SavedValues]()
+        runs = [(k, place) for k, pieces in self.stages.items() for place in range(len(pieces))]
+        saved = equal_shares(runs, lambda run: self.problem(run, dict.fromkeys(runs, 0)), self.options)
+        chosen = dict[Run, SavedValues]()
         for _ in range(sweeps):
             for run in saved:
                 kept = self.problem(run, saved).solved(self.options, False)
@@ -75,19 +77,6 @@ class PieceProblems:
             if fits(chosen):
                 break
         return chosen
-
-    def _equal_shares(self) -> dict[Run, int]:
-        """Bytes that one copy saves in each run, if all save the same part of what costs no time to save."""
-        runs = [(k, place) for k, pieces in self.stages.items() for place in range(len(pieces))]
-        nothing = dict.fromkeys(runs, 0)
-        found, peaks, total = {}, [], 0
-        for run in runs:
-            kept = replace(self.problem(run, nothing), room=replace(self.room, left=float("inf"))).solved(self.options, False)
-            found[run] = kept.saved_bytes // self.others(run, nothing).in_flight
-            peaks.append(kept.peak_bytes - kept.saved_bytes)
-            total += kept.saved_bytes
-        share = min(max((self.room.left - max(peaks)) / total, 0.0), 1.0) if total else 1.0
-        return {run: round(share * nbytes) for run, nbytes in found.items()}
 
     def problem(self, run: Run, saved: Mapping[Run, int]) -> CheckpointProblem:
         """saved: bytes that one copy of each run saves for one microbatch."""

@@ -89,7 +89,7 @@ class LayerMemory:
                 self.chosen.update(chosen)
                 return all(each.fits for each in self._counted(own, of_rank, room, around).values())
 
-            self.chosen.update(problems.decided(MOST_SWEEPS, fits))
+            problems.decided(MOST_SWEEPS, fits)
         return self._counted(own, of_rank, room, around)
 
     def _counted(self, own: Sequence[int], of_rank: RankMemory, room: BudgetShare,

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hpml_compiler.options import Options
-from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem, tape_of_segment
+from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem, equal_shares, tape_of_segment
 from hpml_compiler.planner.checkpointing.offload_cost import offload_price
 from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, GraphMemory, StepContext
@@ -185,7 +185,8 @@ class StageCheckpointing:
         own = self.stages_of(rank)
         if len(own.joints) == 1:
             return (own.problem(own.stages[0], {}).solved(self.options, strict, allowance),)
-        saved, decisions, found = own.equal_shares(), dict[int, CheckpointDecision](), dict[int, CheckpointDecision]()
+        saved = equal_shares(own.stages, lambda k: own.problem(k, {}), self.options)
+        decisions, found = dict[int, CheckpointDecision](), dict[int, CheckpointDecision]()
         for _ in range(MOST_SWEEPS):
             for k in own.stages:
                 problem = own.problem(k, saved)
@@ -280,16 +281,3 @@ class _RankStages:
         counting_microbatches(others)(self.joints[stage])
         return CheckpointProblem(self.joints[stage], self.graphs[stage].forward_outputs, self.room,
                                  f"{self.name}, stage {stage}", replace(self.around, others=others))
-
-    def equal_shares(self) -> dict[int, int]:
-        """Bytes that one microbatch saves in each stage, if all stages save the same part of what costs no time to save."""
-        free = replace(self.room, left=float("inf"))
-        found, peaks, total = {}, [], 0
-        for k in self.stages:
-            problem = replace(self.problem(k, {}), room=free)
-            kept = problem.solved(self.options, False)
-            found[k] = kept.saved_bytes // self.in_flight[k]
-            peaks.append(kept.peak_bytes - kept.saved_bytes)
-            total += kept.saved_bytes
-        share = min(max((self.room.left - max(peaks)) / total, 0.0), 1.0) if total else 1.0
-        return {k: round(share * nbytes) for k, nbytes in found.items()}

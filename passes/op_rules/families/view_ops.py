@@ -91,7 +91,7 @@ def view(call: Call) -> Rule:
 
 
 def _reads_memory(call: LocalCall, insert: Insert) -> Node:
-    """Of a whole operand: a collective or another operator may have changed its strides."""
+    """The local call on a whole operand, whose strides a collective or another operator may have changed."""
     x, value = call.args[0], call.args[0].meta["val"]
     wanted = call.strides[0] if call.strides else value.stride()
     if tuple(value.stride()) != tuple(wanted):

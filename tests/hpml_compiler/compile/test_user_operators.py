@@ -1,4 +1,4 @@
-"""What a user registers about an operator holds in plans and in runs: FLOPs, kind of kernel, no recomputation."""
+"""Properties that a user registers for an operator hold in plans and in runs: FLOPs, kind of kernel, no recomputation."""
 from __future__ import annotations
 
 import pytest

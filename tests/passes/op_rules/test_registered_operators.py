@@ -1,4 +1,4 @@
-"""What users register about their operators besides rules: size arguments, local calls, views; and what is refused."""
+"""Properties that users register besides rules: size arguments, local calls, views; and registrations that are refused."""
 from __future__ import annotations
 
 import pytest

@@ -18,7 +18,8 @@ from passes.transforms.pipeline.stage_graphs import StageIO
 NOTHING = GraphFragment(None)
 LOOP = PrologueEpilogue((NOTHING, NOTHING), (), (), (), (), (NOTHING, NOTHING), (), ())
 SAVED = 3
-STAGE = StageIO(0, *[()] * 11, {})  # type: ignore[arg-type]
+STAGE = StageIO(0, given=(), received=(), read=(), sent=(), own_sent=(), outputs=(), gradients=(), received_back=(),
+                read_back=(), sent_back=(), own_sent_back=(), fakes={})
 
 
 def looped(backward: Any) -> MicrobatchLoop:
