@@ -5,6 +5,7 @@ Models and optimizers are made later, so those that search the memory for them f
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import hpml_compiler
 
@@ -13,6 +14,16 @@ def fresh() -> None:
     """Between cases of one process: all compiler state is as in a new one, and what earlier cases left is not searched."""
     hpml_compiler.reset()
     freeze()
+
+
+def in_turn(rank: int, *scenes: Callable[[int], object]) -> None:
+    """For one launch of ranks: functions of a rank, one after another."""
+    for scene in scenes:
+        fresh()
+        try:
+            scene(rank)
+        except Exception as error:
+            raise AssertionError(f"in {scene}") from error
 
 
 def freeze() -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hpml_compiler.runtime.batch.batch_shard import BatchShard
 from hpml_compiler.runtime.batch.distributed_loader import distribute
 from passes.errors import BadInput
+from tests.helpers.frozen import in_turn
 from tests.hpml_compiler.runtime.common import assert_same_parameters, full, mlp
 from tests.hpml_compiler.runtime.toy import Toy
 
@@ -49,10 +50,6 @@ def run_structures(rank):
     assert batches[4]["x"] is x and batches[6].x is x  # the loader's own batches are left alone
 
 
-def test_structures(launch):
-    launch(run_structures, world_size=2)
-
-
 def run_odd(rank):
     records = []
     handler = logging.Handler()
@@ -63,17 +60,9 @@ def run_odd(rank):
     assert len(records) == 1 and "5 rows is replicated" in records[0].getMessage()
 
 
-def test_rows_that_do_not_divide_stay_whole_with_one_warning(launch):
-    launch(run_odd, world_size=2)
-
-
 def run_different(rank):
     with pytest.raises(BadInput, match="the batch differs between ranks(.|\n)*rows=.own."):
         list(distribute([torch.full((4,), float(rank))]))
-
-
-def test_different_batches_on_the_ranks_are_an_error(launch):
-    launch(run_different, world_size=2)
 
 
 def run_group(rank):
@@ -106,10 +95,6 @@ def run_loader(rank):
                 optimizer.step()
         results.append(model)
     assert_same_parameters(*results)
-
-
-def test_training_from_a_loader(launch):
-    launch(run_loader, world_size=2)
 
 
 class Inner(nn.Linear):
@@ -147,6 +132,6 @@ def run_sizes(rank, model):
             torch.testing.assert_close(full(ours.grad), expected.grad)
 
 
-@pytest.mark.parametrize("model", [functools.partial(nn.Linear, 4, 4), GivesUp], ids=["linear", "gives up"])
-def test_batches_of_many_sizes(launch, model):
-    launch(run_sizes, 2, (model,))
+def test_several_ranks(launch):
+    sizes = [functools.partial(run_sizes, model=model) for model in (functools.partial(nn.Linear, 4, 4), GivesUp)]
+    launch(in_turn, args=(run_structures, run_odd, run_different, run_loader, *sizes))

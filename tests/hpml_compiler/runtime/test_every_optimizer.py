@@ -1,5 +1,4 @@
 """Every torch optimizer, with schedulers, weight averages and GradScaler, on two ranks -> one device's results, in float64."""
-
 from __future__ import annotations
 
 import copy
@@ -8,7 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
+from hpml_compiler.runtime.optimizer.optimizer_step import ELEMENTWISE
 from tests.hpml_compiler.runtime.common import full
 from tests.hpml_compiler.test_scripts import X, Y, compiled, net
 
@@ -18,165 +20,124 @@ def elt(name, **kw):
 
 
 class Custom(torch.optim.Optimizer):
-    def __init__(s, p):
+    def __init__(self, p):
         super().__init__(p, {"lr": 0.05})
 
     @torch.no_grad()
-    def step(s, closure=None):
-        for g in s.param_groups:
-            for p in g["params"]:
-                if p.grad is None:
-                    continue
-                st = s.state[p]
-                if not st:
-                    st["m"] = torch.zeros_like(p)
-                    st["n"] = 0
-                    st["row"] = torch.zeros(p.shape[0], dtype=p.dtype)
-                st["n"] += 1
-                st["m"].mul_(0.9).add_(p.grad.sign())
-                st["row"].lerp_(p.grad.abs().flatten(1).mean(1) if p.dim() > 1 else p.grad.abs(), 0.1)
-                trust = p.norm() / (st["m"].norm() + 1e-6)
-                upd = st["m"] / (st["row"].view(-1, *[1] * (p.dim() - 1)) + 1)
-                p.add_(upd * trust.clamp(max=2.0).item(), alpha=-g["lr"])
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(m=torch.zeros_like(p), n=0, row=torch.zeros(p.shape[0], dtype=p.dtype))
+                state["n"] += 1
+                state["m"].mul_(0.9).add_(p.grad.sign())
+                state["row"].lerp_(p.grad.abs().flatten(1).mean(1) if p.dim() > 1 else p.grad.abs(), 0.1)
+                trust = p.norm() / (state["m"].norm() + 1e-6)
+                update = state["m"] / (state["row"].view(-1, *[1] * (p.dim() - 1)) + 1)
+                p.add_(update * trust.clamp(max=2.0).item(), alpha=-group["lr"])
 
 
 class Sub(torch.optim.AdamW):
-    def step(s, closure=None):
+    def step(self, closure=None):
         with torch.no_grad():
-            for g in s.param_groups:
-                for p in g["params"]:
+            for group in self.param_groups:
+                for p in group["params"]:
                     p.grad.sub_(p.grad.mean(dim=tuple(range(1, p.dim())) or 0, keepdim=True))
         return super().step(closure)
 
 
 def groups(m):
-    return torch.optim.AdamW(
-        [
-            {"params": [m[0].weight], "lr": 0.02, "weight_decay": 0.1},
-            {"params": [p for n, p in m.named_parameters() if n != "0.weight"], "lr": 0.005},
-        ]
-    )
+    others = [p for name, p in m.named_parameters() if name != "0.weight"]
+    return torch.optim.AdamW([{"params": [m[0].weight], "lr": 0.02, "weight_decay": 0.1}, {"params": others, "lr": 0.005}])
 
 
-MAKE = {
-    n: elt(n)
-    for n in (
-        "SGD",
-        "Adam",
-        "AdamW",
-        "NAdam",
-        "RAdam",
-        "Adamax",
-        "Adagrad",
-        "Adadelta",
-        "RMSprop",
-        "Rprop",
-        "ASGD",
-        "Adafactor",
-    )
-}
-MAKE |= {
-    "sgd nesterov": elt("SGD", momentum=0.9, nesterov=True),
-    "maximize": elt("Adam", maximize=True),
-    "foreach": elt("AdamW", foreach=True),
-    "fused": elt("AdamW", fused=True),
-    "noforeach": elt("AdamW", foreach=False),
-    "amsgrad": elt("Adam", amsgrad=True),
-    "tensorlr": lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.01)),
-    "groups": groups,
-    "custom": lambda m: Custom(m.parameters()),
-    "sub": lambda m: Sub(m.parameters(), lr=0.01),
+KINDS = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor")
+MAKE = {kind: elt(kind) for kind in KINDS} | {
+    "sgd nesterov": elt("SGD", momentum=0.9, nesterov=True), "maximize": elt("Adam", maximize=True),
+    "foreach": elt("AdamW", foreach=True), "fused": elt("AdamW", fused=True), "noforeach": elt("AdamW", foreach=False),
+    "amsgrad": elt("Adam", amsgrad=True), "tensorlr": lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.01)),
+    "groups": groups, "custom": lambda m: Custom(m.parameters()), "sub": lambda m: Sub(m.parameters(), lr=0.01),
     "muon": lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2], lr=0.01),
-    "fusedsgd": elt("SGD", momentum=0.9, fused=True),
-    "fusedadagrad": elt("Adagrad", fused=True),
+    "fusedsgd": elt("SGD", momentum=0.9, fused=True), "fusedadagrad": elt("Adagrad", fused=True),
     "centered": elt("RMSprop", centered=True, momentum=0.9),
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.5, max_iter=3),
+    "lbfgs wolfe": lambda m: torch.optim.LBFGS(m.parameters(), line_search_fn="strong_wolfe", max_iter=3),
 }
+CASES = [*((kind, "") for kind in MAKE), *(("AdamW", extra) for extra in (
+    "sched", "ema", "swa", "scaler", "byhand", "clip", "addgroup", "roundtrip")), ("Adam", "roundtrip"),
+    ("sgd nesterov", "scaler"), ("custom", "roundtrip"), ("Adafactor", "roundtrip"), ("fused", "scaler")]
+
+
+def averaged(m, extra):
+    if extra == "ema":
+        return AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    return AveragedModel(m) if extra == "swa" else None
 
 
 def train(call, m, make, extra):
-    o = make(m)
-    seen = []
-    sched = torch.optim.lr_scheduler.CosineAnnealingLR(o, 5) if extra == "sched" else None
-    swa = (
-        torch.optim.swa_utils.AveragedModel(m, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-        if extra == "ema"
-        else torch.optim.swa_utils.AveragedModel(m)
-        if extra == "swa"
-        else None
-    )
-    sc = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) if extra == "scaler" else None
-    for i in range(4):
-        o.zero_grad(set_to_none=i % 2 == 0)
-        if extra == "lbfgs":
+    optimizer, average, seen = make(m), averaged(m, extra), []
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5) if extra == "sched" else None
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) if extra == "scaler" else None
 
-            def closure(o=o):
-                o.zero_grad()
-                loss = F.mse_loss(call(X), Y)
-                loss.backward()
-                return loss
-
-            seen.append(o.step(closure).item())
-            continue
+    def closure():
+        optimizer.zero_grad()
         loss = F.mse_loss(call(X), Y)
-        (sc.scale(loss) if sc else loss).backward()
+        loss.backward()
+        return loss
+
+    for i in range(4):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            seen.append(optimizer.step(closure).item())
+            continue
+        optimizer.zero_grad(set_to_none=i % 2 == 0)
+        loss = F.mse_loss(call(X), Y)
+        (scaler.scale(loss) if scaler else loss).backward()
         if extra == "byhand":
             for p in m.parameters():
-                p.grad = (
-                    torch.ones_like(p) * 0.1
-                    if i == 1
-                    else torch.full(tuple(p.shape), 0.2, dtype=p.dtype)
-                    if i == 2
-                    else p.grad * 2
-                )
-        if extra == "clip":
+                p.grad = [p.grad * 2, torch.ones_like(p) * 0.1, torch.full(tuple(p.shape), 0.2, dtype=p.dtype), p.grad * 2][i]
+        if scaler:
+            scaler.unscale_(optimizer)
+        if scaler or extra == "clip":
             seen.append(float(nn.utils.clip_grad_norm_(m.parameters(), 0.1)))
-        if sc:
-            sc.unscale_(o)
-            seen.append(float(nn.utils.clip_grad_norm_(m.parameters(), 0.1)))
-            sc.step(o)
-            sc.update()
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
         else:
-            o.step()
-        if sched:
-            sched.step()
-        if swa:
-            swa.update_parameters(m)
+            optimizer.step()
+        if schedule:
+            schedule.step()
+        if average:
+            average.update_parameters(m)
         if extra == "addgroup" and i == 1:
             m.extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
             m.extra.grad = torch.ones(3, dtype=torch.float64)
-            o.add_param_group({"params": [m.extra]})
+            optimizer.add_param_group({"params": [m.extra]})
         if extra == "roundtrip" and i == 1:
-            sd = copy.deepcopy(o.state_dict())
-            o = make(m)
-            o.load_state_dict(sd)
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = make(m)
+            optimizer.load_state_dict(saved)
         seen.append(loss.item())
-    if swa:
-        seen += [float(full(p.detach()).sum()) for p in swa.parameters()]
+    if call is not m and type(optimizer) in ELEMENTWISE and not extra:
+        check_placed(optimizer)
+    seen += [float(full(p.detach()).sum()) for p in average.parameters()] if average else []
     return seen, [full(p.detach()) for p in m.parameters()]
 
 
-CASES = (
-    [(k, k, "") for k in MAKE]
-    + [(f"AdamW {e}", "AdamW", e) for e in ("sched", "ema", "swa", "scaler", "byhand", "clip", "addgroup", "roundtrip")]
-    + [
-        ("Adam roundtrip", "Adam", "roundtrip"),
-        ("sgd scaler", "sgd nesterov", "scaler"),
-        ("custom rt", "custom", "roundtrip"),
-        ("lbfgs", "lb", "lbfgs"),
-        ("lbfgs wolfe", "lbw", "lbfgs"),
-        ("adafactor rt", "Adafactor", "roundtrip"),
-        ("fused scaler", "fused", "scaler"),
-    ]
-)
-MAKE["lb"] = lambda m: torch.optim.LBFGS(m.parameters(), lr=0.5, max_iter=3)
-MAKE["lbw"] = lambda m: torch.optim.LBFGS(m.parameters(), line_search_fn="strong_wolfe", max_iter=3)
+def check_placed(optimizer):
+    for parameter, state in optimizer.state.items():
+        assert isinstance(parameter, PlacedTensor) and parameter._local_tensor.grad is None
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
+                assert value.placements == parameter.placements
 
 
 def run_all(rank, mesh):
+    assert {kind.__name__ for kind in ELEMENTWISE} <= {*MAKE}
     model = net()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     call = compiled(model, mesh)
-    for label, kind, extra in CASES:
+    for kind, extra in CASES:
         if hasattr(model, "extra"):
             del model.extra
         model.load_state_dict(start)
@@ -184,7 +145,7 @@ def run_all(rank, mesh):
         ours, reference = train(call, model, MAKE[kind], extra), net()
         theirs = train(reference, reference, MAKE[kind], extra)
         for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text, label=label: f"{label}: {text}")
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text, at=(kind, extra): f"{at}: {text}")
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}])

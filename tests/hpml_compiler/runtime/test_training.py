@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
-import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
+from tests.helpers.frozen import in_turn
 from tests.hpml_compiler.runtime.common import X, assert_close, assert_same_parameters, full, mlp
 from tests.hpml_compiler.runtime.toy import Toy
 
@@ -39,9 +40,8 @@ def make_optimizer(kind, model):
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9), named
-    if kind == "derived":  # of unknown behavior, so its steps see DTensors
-        return type("Mine", (torch.optim.AdamW,), {})(groups, lr=0.01, eps=1e-3), named
-    return torch.optim.AdamW(groups, lr=0.01, eps=1e-3, **({} if kind == "adamw" else {kind: True})), named
+    optimizer = torch.optim.AdamW if kind == "adamw" else type("Mine", (torch.optim.AdamW,), {})
+    return optimizer(groups, lr=0.01, eps=1e-3), named  # steps of unknown behavior see DTensors
 
 
 def train(model, call, kind, steps=3, accumulate=1):
@@ -70,6 +70,7 @@ def train(model, call, kind, steps=3, accumulate=1):
 
 
 def run_script(rank, kind, aot, accumulate):
+    counters.clear()
     torch.manual_seed(0)
     model = Net()
     reference = copy.deepcopy(model)
@@ -93,14 +94,6 @@ def run_script(rank, kind, aot, accumulate):
             assert key == "step" or not parameter.dim() or value.placements == parameter.placements, (name, key)
     assert model.head.weight is model.embedding.weight
     assert not model.frozen.weight.requires_grad and model.frozen.weight.grad is None
-
-
-@pytest.mark.parametrize(("kind", "aot", "accumulate"), [
-    ("adamw", True, 1), ("adamw", False, 2), ("sgd", True, 2), ("foreach", True, 1), ("fused", True, 1),
-    ("derived", True, 1),
-])
-def test_a_script_trains_as_on_one_device(launch, kind, aot, accumulate):
-    launch(run_script, world_size=2, args=(kind, aot, accumulate))
 
 
 def run_two_axes(rank):
@@ -143,7 +136,13 @@ class Broken(nn.Module):
         return self.last(hidden)
 
 
-def run_broken(rank, foreach):
+def run_broken(rank):
+    for foreach in (None, True):
+        broken(foreach)
+
+
+def broken(foreach):
+    torch._dynamo.reset()
     model, reference = Broken(), Broken()
     call = torch.compile(model, backend=Toy())
     norms = []
@@ -157,11 +156,6 @@ def run_broken(rank, foreach):
     torch.testing.assert_close(norms[:3], norms[3:])
     assert_same_parameters(model, reference)
     assert isinstance(model.first.weight, PlacedTensor) and not isinstance(model.middle.weight_ih_l0, PlacedTensor)
-
-
-@pytest.mark.parametrize("foreach", [None, True])
-def test_placed_and_plain_parameters_share_an_optimizer(launch, foreach):
-    launch(run_broken, world_size=2, args=(foreach,))
 
 
 def run_scaled(rank):
@@ -185,26 +179,7 @@ def run_scaled(rank):
     assert_same_parameters(model, reference)
 
 
-def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(launch):
-    launch(run_scaled, world_size=2)
-
-
-def run_lbfgs(rank):
-    model, reference = mlp(), mlp()
-    call = torch.compile(model, backend=Toy())
-    for forward, net in ((call, model), (reference, reference)):
-        optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1)
-
-        def closure(forward=forward, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = forward(X).pow(2).sum()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-    assert_same_parameters(model, reference, atol=1e-4)
-
-
-def test_an_optimizer_with_closure(launch):
-    launch(run_lbfgs, world_size=2)
+def test_a_script_trains_as_on_one_device(launch):
+    scripts = [partial(run_script, kind=kind, aot=aot, accumulate=accumulate)
+               for kind, aot, accumulate in (("adamw", True, 1), ("sgd", False, 2), ("derived", True, 1))]
+    launch(in_turn, args=(*scripts, run_broken, run_scaled))

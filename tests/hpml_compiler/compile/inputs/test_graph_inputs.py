@@ -363,12 +363,12 @@ SCRIPTS = {
 }
 
 
-def run(rank, names, mesh):
-    options: Any = {"compiler": "eager", "mesh": mesh}
-    for script in SCRIPTS[names]:
+def run(rank, cases):
+    for script, mesh in cases:
+        options: Any = {"compiler": "eager", "mesh": mesh}
         expected, references = script(lambda model: model)
         fresh()
-        actual, models = script(lambda model: torch.compile(model, backend="hpml", options=options))
+        actual, models = script(lambda model, options=options: torch.compile(model, backend="hpml", options=options))
         try:
             assert session.current().graphs, "the backend was used"
             for ours, theirs in zip(actual, expected, strict=True):
@@ -379,12 +379,10 @@ def run(rank, names, mesh):
             raise AssertionError(f"{script.__name__} on {mesh}") from error
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("names", SCRIPTS)
-def test_inputs_that_are_split_in_part(launch, names):
-    launch(run, world_size=2, args=(names, {"tp": 2}), timeout_s=180)
+CASES = [*((script, {"tp": 2}) for scripts in SCRIPTS.values() for script in scripts),
+         *((script, {"dp": 2}) for script in SCRIPTS["outputs and gradients"])]
 
 
 @pytest.mark.timeout(200)
-def test_inputs_that_are_whole(launch):
-    launch(run, world_size=2, args=("outputs and gradients", {"dp": 2}), timeout_s=180)
+def test_unusual_inputs(launch):
+    launch(run, args=(CASES,), timeout_s=180)

@@ -17,6 +17,7 @@ from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
 from hpml_compiler.runtime.placements.single_rank_placement import SingleRank
 from passes import compat
 from passes.errors import HpmlError
+from tests.helpers.frozen import in_turn
 from tests.hpml_compiler.runtime.common import assert_close, full
 
 PLACEMENTS = (Shard(0), Replicate(), SingleRank(1))
@@ -124,10 +125,6 @@ def run_edits(rank):
                     raise AssertionError(f"{label}, {placement}: {edit}") from error
 
 
-def test_changes_in_place_stay(launch):
-    launch(run_edits, world_size=2)
-
-
 def run_values(rank):
     mesh = init_device_mesh("cpu", (2,))
     for label, expression in VALUES.items():
@@ -150,10 +147,6 @@ def run_values(rank):
                         assert_close(ours[name].grad, theirs[name].grad, atol=1e-4)
             except AssertionError as error:
                 raise AssertionError(f"{label}, {placement}: {expression}") from error
-
-
-def test_values_and_gradients(launch):
-    launch(run_values, world_size=2)
 
 
 def run_copies(rank):
@@ -201,10 +194,6 @@ def check_copies(ours, placement):
     assert repr(ours["b"]).startswith("DTensor(local_tensor=tensor([")  # never communicates
 
 
-def test_copies_pickles_and_errors(launch):
-    launch(run_copies, world_size=2)
-
-
 def run_whole(rank):
     mesh = init_device_mesh("cpu", (2, 2))
     compat.use_single_gloo_allgather()  # as `ensure_process_group` does
@@ -250,5 +239,5 @@ def run_fake(rank):
     assert [kind for _, _, kind in seen] == ["FakeTensor"] * len(seen) and len(seen) >= 5, seen
 
 
-def test_traced_as_whole(launch):
-    launch(run_fake, world_size=2)
+def test_placed_tensors_as_plain_ones(launch):
+    launch(in_turn, args=(run_edits, run_values, run_copies, run_fake))

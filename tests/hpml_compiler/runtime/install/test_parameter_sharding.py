@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import io
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
 from passes.errors import BadInput
+from tests.helpers.frozen import in_turn
 from tests.hpml_compiler.runtime.common import X, assert_close, assert_same_parameters, full, mlp
 from tests.hpml_compiler.runtime.toy import Toy
 
@@ -34,10 +36,6 @@ def run_memory(rank):
     assert all(ref() is None for ref in old + storages)
     assert [p.to_local().untyped_storage().nbytes() for p in model.parameters()] == [96, 16, 64, 8]
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
-
-
-def test_whole_parameters_are_freed(launch):
-    launch(run_memory, world_size=2)
 
 
 def run_freeze(rank):
@@ -60,10 +58,6 @@ def run_freeze(rank):
     del model[0].bias
     model[0].register_parameter("bias", None)
     assert_close(call(X), model(X))
-
-
-def test_freezing_unfreezing_and_new_parameters(launch):
-    launch(run_freeze, world_size=2)
 
 
 def run_checkpoint(rank, folder):
@@ -123,10 +117,6 @@ def run_checkpoint(rank, folder):
     assert_same_parameters(fresh, reference)
 
 
-def test_checkpoints(launch, tmp_path):
-    launch(run_checkpoint, world_size=2, args=(str(tmp_path / "dcp"),))
-
-
 def run_averages(rank):
     results = []
     for compiled in (True, False):
@@ -154,10 +144,6 @@ def run_averages(rank):
     assert not any(isinstance(p, DTensor) for p in results[0][2].parameters())
 
 
-def test_averages_in_copies_made_before(launch):
-    launch(run_averages, world_size=2)
-
-
 def run_casts(rank):
     model, reference = mlp(), mlp()
     backend = Toy()
@@ -171,10 +157,6 @@ def run_casts(rank):
     call(X.double()).sum().backward()
     assert backend.compiles == 2 and model[0].weight.grad.dtype == torch.float64
     assert_close(model(X.double()), reference.double()(X.double()))
-
-
-def test_moving_and_casting_the_model(launch):
-    launch(run_casts, world_size=2)
 
 
 def run_gradients_before(rank):
@@ -195,10 +177,6 @@ def run_gradients_before(rank):
     for forward in (call, reference):
         forward(X).sum().backward()
     assert_close(model[0].weight.grad, reference[0].weight.grad)
-
-
-def test_gradients_and_hooks_from_before(launch):
-    launch(run_gradients_before, world_size=2)
 
 
 def run_autograd(rank):
@@ -222,10 +200,6 @@ def run_autograd(rank):
         assert_close(a.grad, b.grad)
 
 
-def test_autograd_grad_inputs_and_penalties(launch):
-    launch(run_autograd, world_size=2)
-
-
 class Twice(nn.Module):
     """Both parameters get the same gradient, which AOTAutograd returns as one tensor."""
 
@@ -247,10 +221,6 @@ def run_shared_gradient(rank):
     assert full(model.b.grad).tolist() == given.tolist() == [1, 1, 1, 1]
 
 
-def test_gradients_do_not_share_memory(launch):
-    launch(run_shared_gradient, world_size=2)
-
-
 def run_bad(rank):
     class Bare(Toy):
         def __call__(self, gm, example_inputs):
@@ -270,5 +240,11 @@ def run_bad(rank):
         torch.compile(lambda: theirs.weight * 2, backend=Toy())()
 
 
-def test_what_cannot_be_placed_is_said(launch):
-    launch(run_bad, world_size=2)
+def test_later_changes(launch, tmp_path):
+    checkpoint = partial(run_checkpoint, folder=str(tmp_path / "dcp"))
+    launch(in_turn, args=(run_memory, run_freeze, checkpoint, run_averages, run_gradients_before, run_autograd,
+                          run_shared_gradient, run_bad))
+
+
+def test_moving_and_casting_the_model(launch):
+    launch(run_casts)
