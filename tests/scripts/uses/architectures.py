@@ -4,7 +4,6 @@ from __future__ import annotations
 import math
 
 import torch
-from packaging.version import Version
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,67 +25,6 @@ def _trained(hp, model, *args, loss=lambda out: out.square().mean(), steps=2):
 
 def _images(rows=4, channels=3, side=8):
     return inputs(rows, channels * side * side).view(rows, channels, side, side)
-
-
-@use
-def wide_and_deep(hp):
-    class WideAndDeep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wide, self.deep = nn.Linear(16, 4), mlp()
-
-        def forward(self, x):
-            return self.wide(x.sign()) + self.deep(x)
-
-    return train(hp, WideAndDeep())
-
-
-@use
-def residual_mlp_with_layer_norm(hp):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
-
-        def forward(self, x):
-            return x + self.down(F.gelu(self.up(self.norm(x))))
-
-    return train(hp, nn.Sequential(*[Block() for _ in range(3)], nn.Linear(16, 4)))
-
-
-@use
-def swiglu_with_rms_norm(hp):
-    class SwiGLU(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.gate_up, self.down = nn.RMSNorm(16), nn.Linear(16, 64, bias=False), nn.Linear(32, 16, bias=False)
-
-        def forward(self, x):
-            gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
-            return x + self.down(F.silu(gate) * up)
-
-    return train(hp, nn.Sequential(SwiGLU(), SwiGLU(), nn.Linear(16, 4)))
-
-
-@use
-def mixer(hp):
-    class Mixer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.across, self.along, self.norm = nn.Linear(6, 6), nn.Linear(8, 8), nn.LayerNorm(8)
-
-        def forward(self, x):
-            x = x + self.across(self.norm(x).transpose(1, 2)).transpose(1, 2)
-            return x + self.along(self.norm(x))
-
-    return _trained(hp, Mixer(), inputs(4, 48).view(4, 6, 8))
-
-
-@use
-def convolutions(hp):
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, stride=2, padding=1),
-                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
-    return _trained(hp, model, _images(), loss=lambda out: F.cross_entropy(out, classes(4)))
 
 
 @use
@@ -129,28 +67,6 @@ class UNet(nn.Module):
 @use
 def u_net(hp):
     return _trained(hp, UNet(), _images(), loss=lambda out: F.mse_loss(out, _images().flip(0)))
-
-
-@use
-def depthwise_and_dilated(hp):
-    model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=2, dilation=2), nn.Conv2d(6, 6, 3, padding=1, groups=6),
-                          nn.PixelShuffle(1), nn.Upsample(scale_factor=2), nn.AvgPool2d(2), nn.Conv2d(6, 2, 1))
-    return _trained(hp, model, _images())
-
-
-@use
-def temporal_convolutions(hp):
-    class Causal(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.convs = nn.ModuleList([nn.Conv1d(4, 4, 2, dilation=2 ** i) for i in range(3)])
-
-        def forward(self, x):
-            for i, conv in enumerate(self.convs):
-                x = x + torch.tanh(conv(F.pad(x, (2 ** i, 0))))
-            return x
-
-    return _trained(hp, Causal(), inputs(4, 32).view(4, 4, 8))
 
 
 @use
@@ -205,11 +121,6 @@ def _next_token(out):
 
 
 @use
-def gpt(hp):
-    return _trained(hp, GPT(), tokens(), loss=_next_token)
-
-
-@use
 def grouped_queries_and_rotary(hp):
     return _trained(hp, GPT(heads=4, groups=2, rotary=True), tokens(), loss=_next_token)
 
@@ -233,20 +144,6 @@ def attention_written_out(hp):
     padding = torch.arange(6).expand(4, 6) >= torch.tensor([6, 4, 5, 3])[:, None]
     return _trained(hp, Attends(), inputs(4, 48).view(4, 6, 8), padding,
                     loss=lambda out: out[0].square().mean() - 0.1 * (out[1] * (out[1] + 1e-9).log()).sum())
-
-
-@use
-def multihead_attention(hp):
-    class Attends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
-
-        def forward(self, x, memory):
-            out, weights = self.attention(x, memory, memory)
-            return out.square().mean() + weights.square().mean()
-
-    return _trained(hp, Attends(), inputs(4, 96).view(4, 6, 16), inputs(4, 80).view(4, 5, 16), loss=lambda out: out)
 
 
 @use
@@ -282,24 +179,6 @@ def linear_attention(hp):
     return _trained(hp, Linear(), inputs(4, 48).view(4, 6, 8))
 
 
-@use(tolerance=1e-4)  # float32 is all that it computes in on CPUs, and forward all that it does there in eager
-def flexible_attention(hp):
-    from torch.nn.attention.flex_attention import flex_attention
-
-    class Flexible(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 4)
-
-        def forward(self, x):
-            with torch.no_grad():
-                q, k, v = (t.view(2, 16, 1, 16).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-                h = flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf")))
-            return self.head(h)
-
-    return _trained(hp, Flexible().float(), inputs(2, 256).view(2, 16, 16).float())
-
-
 @use(refused={"parts": "backward has a gradient for another output than the loss"})
 def experts_chosen_by_a_mask(hp):
     """Every expert on every token, weighted by the gate's best two."""
@@ -317,25 +196,6 @@ def experts_chosen_by_a_mask(hp):
             return (outs * gates[:, None, :]).sum(-1), balance.sum()
 
     return _trained(hp, Experts(), inputs(), loss=lambda out: out[0].square().mean() + 0.1 * out[1])
-
-
-@use(compiles=False)  # rows are chosen in a loop: Dynamo breaks there, and leaves such a function alone
-def experts_with_tokens_gathered(hp):
-    """As in Mixtral: each expert takes the tokens that chose it, and adds to the result."""
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.experts = nn.Linear(16, 3), nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
-
-        def forward(self, x):
-            best, which = self.gate(x).softmax(-1).topk(2, -1)
-            result = torch.zeros_like(x)
-            for number, expert in enumerate(self.experts):
-                row, slot = torch.where(which == number)
-                result.index_add_(0, row, expert(x[row]) * best[row, slot, None])
-            return result
-
-    return _trained(hp, Experts(), inputs())
 
 
 @use
@@ -410,41 +270,6 @@ def message_passing(hp):
 
 
 @use
-def graph_attention_by_scatter(hp):
-    class Graph(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net, self.score = nn.Linear(16, 16), nn.Linear(32, 1)
-
-        def forward(self, x, source, target):
-            h = self.net(x)
-            score = F.leaky_relu(self.score(torch.cat([h[source], h[target]], -1))).squeeze(-1)
-            top = torch.full((8,), -1e9).scatter_reduce(0, target, score, "amax")
-            weight = (score - top[target]).exp()
-            total = torch.zeros(8).scatter_add(0, target, weight)
-            messages = h[source] * (weight / total[target])[:, None]
-            return torch.zeros_like(h).scatter_add(0, target[:, None].expand(-1, 16), messages)
-
-    return _trained(hp, Graph(), inputs(), torch.arange(20) % 8, torch.arange(20) * 3 % 8)
-
-
-@use
-def adjacency_as_a_matrix(hp):
-    adjacency = ((torch.arange(64) * 5 % 7) < 2).view(8, 8).double() + torch.eye(8)
-
-    class Graph(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
-            self.register_buffer("adjacency", adjacency / adjacency.sum(1, keepdim=True))
-
-        def forward(self, x):
-            return self.adjacency @ self.b((self.adjacency @ self.a(x)).relu())
-
-    return train(hp, Graph())
-
-
-@use
 def bags_of_embeddings(hp):
     class Bags(nn.Module):
         def __init__(self):
@@ -455,25 +280,6 @@ def bags_of_embeddings(hp):
             return self.head(self.bag(ids, offsets))
 
     return _trained(hp, Bags(), tokens().flatten(), torch.tensor([0, 5, 11, 16]))
-
-
-@use
-def recommender(hp):
-    """DLRM: tables, a bottom network, products of all pairs, a top network."""
-    class DLRM(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tables = nn.ModuleList([nn.Embedding(16, 8) for _ in range(3)])
-            self.bottom, self.top = nn.Linear(16, 8), nn.Linear(8 + 6, 1)
-
-        def forward(self, dense, ids):
-            parts = torch.stack([self.bottom(dense).relu(), *(table(ids[:, i]) for i, table in enumerate(self.tables))], 1)
-            row, column = torch.tril_indices(4, 4, -1)
-            products = torch.bmm(parts, parts.transpose(1, 2))[:, row, column]
-            return self.top(torch.cat([parts[:, 0], products], 1)).squeeze(1)
-
-    return _trained(hp, DLRM(), inputs(), tokens(8, 3),
-                    loss=lambda out: F.binary_cross_entropy_with_logits(out, (classes() % 2).double()))
 
 
 class Autoencoder(nn.Module):
@@ -491,28 +297,6 @@ class Autoencoder(nn.Module):
 def variational_autoencoder(hp):
     """The same random numbers as on one device."""
     return _trained(hp, Autoencoder(), inputs(), loss=lambda out: out)
-
-
-@use
-def noise_from_outside(hp):
-    class Decoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encode, self.decode = nn.Linear(16, 8), nn.Linear(4, 16)
-
-        def forward(self, x, noise):
-            mean, log_var = self.encode(x).chunk(2, -1)
-            return F.mse_loss(self.decode(mean + noise * (log_var / 2).exp()), x)
-
-    model = Decoder()
-    call, optimizer, losses = hp.compile(model), sgd(model), []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = call(inputs(), torch.randn(8, 4))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model
 
 
 @use
@@ -551,23 +335,6 @@ def contrastive(hp):
             return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
 
     return _trained(hp, Clip(), inputs(), targets(), loss=lambda out: out)
-
-
-@use
-def supervised_contrastive(hp):
-    class SimCLR(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp(outs=8)
-
-        def forward(self, x, labels):
-            z = F.normalize(self.net(torch.cat([x, x.flip(1)])), dim=-1)
-            labels = labels.repeat(2)
-            scores = (z @ z.t() / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
-            same = (labels[:, None] == labels) & ~torch.eye(len(z), dtype=torch.bool)
-            return -(scores.log_softmax(-1) * same).sum(1).div(same.sum(1)).mean()
-
-    return _trained(hp, SimCLR(), inputs(), classes(), loss=lambda out: out)
 
 
 @use
@@ -630,37 +397,6 @@ def sequence_to_sequence_with_teacher_forcing(hp):
 
 
 @use
-def splines(hp):
-    """KAN: each edge a curve of its own, on a grid that is a buffer."""
-    class KAN(nn.Module):
-        def __init__(self, width, outs):
-            super().__init__()
-            self.register_buffer("grid", torch.linspace(-1, 1, 5))
-            self.curves, self.base = nn.Parameter(torch.randn(outs, width, 5) / 8), nn.Linear(width, outs)
-
-        def forward(self, x):
-            bumps = torch.exp(-(x[..., None] - self.grid).square() * 8)
-            return torch.einsum("big,oig->bo", bumps, self.curves) + self.base(F.silu(x))
-
-    return train(hp, nn.Sequential(KAN(16, 8), nn.Tanh(), KAN(8, 4)))
-
-
-@use
-def fourier_layers(hp):
-    class Fourier(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(9, 2) / 4)
-            self.out = nn.Linear(16, 4)
-
-        def forward(self, x):
-            spectrum = torch.fft.rfft(x) * torch.view_as_complex(self.weight)
-            return self.out(torch.fft.irfft(spectrum, n=16) + x)
-
-    return train(hp, Fourier())
-
-
-@use
 def complex_weights(hp):
     class Complex(nn.Module):
         def __init__(self):
@@ -689,41 +425,6 @@ def physics_informed(hp):
 
 
 @use
-def neural_differential_equation(hp):
-    class Field(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.field = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-
-        def forward(self, x):
-            for _ in range(3):
-                half = x + 0.05 * self.field(x)
-                x = x + 0.1 * self.field(half)
-            return x
-
-    return train(hp, Field(), y=targets(8, 16))
-
-
-@use
-def normalizing_flow(hp):
-    class Coupling(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.nets = nn.ModuleList([nn.Linear(8, 16) for _ in range(2)])
-
-        def forward(self, x):
-            logs = x.new_zeros(len(x))
-            for net in self.nets:
-                kept, changed = x.chunk(2, 1)
-                shift, scale = net(kept).chunk(2, 1)
-                x = torch.cat([changed * scale.tanh().exp() + shift, kept], 1)
-                logs = logs + scale.tanh().sum(1)
-            return (x.square().sum(1) / 2 - logs).mean()
-
-    return _trained(hp, Coupling(), inputs(), loss=lambda out: out)
-
-
-@use
 def vector_quantization(hp):
     class VQ(nn.Module):
         def __init__(self):
@@ -737,21 +438,6 @@ def vector_quantization(hp):
             return F.mse_loss(self.decode(z + (near - z).detach()), x) + loss
 
     return _trained(hp, VQ(), inputs(), loss=lambda out: out)
-
-
-@use
-def mixture_density(hp):
-    class Mixture(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(16, 12)
-
-        def forward(self, x, y):
-            logits, mean, log_std = self.net(x).view(-1, 3, 4).unbind(1)
-            parts = torch.distributions.Normal(mean, log_std.exp()).log_prob(y) + logits.log_softmax(-1)
-            return -parts.logsumexp(-1).mean()
-
-    return _trained(hp, Mixture(), inputs(), targets()[:, :1], loss=lambda out: out)
 
 
 @use
@@ -770,34 +456,3 @@ def conditional_random_field(hp):
             return (alpha.logsumexp(1) - gold).mean()
 
     return _trained(hp, CRF(), inputs(4, 40).view(4, 5, 8), tokens(4, 5, 4), loss=lambda out: out)
-
-
-@use(compiles=Version(torch.__version__) >= Version("2.15"))
-def recurrent_layers_left_to_dynamo(hp):
-    """nn.LSTM, which Dynamo does not trace up to torch 2.14: the model is whole on every rank then."""
-    class Tagger(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.lstm, self.head = nn.Embedding(16, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 16)
-
-        def forward(self, ids):
-            return self.head(self.lstm(self.embed(ids))[0])
-
-    return _trained(hp, Tagger(), tokens(), loss=_next_token)
-
-
-@use
-def deep_equilibrium(hp):
-    class Implicit(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(16, 16, bias=False), nn.Linear(16, 16)
-
-        def forward(self, x):
-            z = torch.zeros_like(x)
-            with torch.no_grad():
-                for _ in range(5):
-                    z = torch.tanh(0.3 * self.a(z) + self.b(x))
-            return torch.tanh(0.3 * self.a(z) + self.b(x))
-
-    return train(hp, Implicit(), y=targets(8, 16))

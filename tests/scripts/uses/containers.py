@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.scripts.models import adamw, inputs, mlp, targets, train
+from tests.scripts.models import adamw, inputs, mlp, targets
 from tests.scripts.use import use
 
 
@@ -129,55 +129,6 @@ for name, (keep, read) in CONTAINERS.items():
     _use(f"modules_{name}", functools.partial(Modules, keep, read))
 
 
-@use(in_tests=False)
-def closed_over(hp):
-    made = weights(16, 16, 4)
-
-    def call(x):
-        return F.linear(F.linear(x, made[0]).tanh(), made[1])
-
-    return trained(hp, None, made, hp.compile(call))
-
-
-GLOBAL = {}
-
-
-@use(in_tests=False)
-def globals_(hp):
-    GLOBAL["w"] = weights(16, 16, 4)
-
-    def call(x):
-        return F.linear(F.linear(x, GLOBAL["w"][0]).tanh(), GLOBAL["w"][1])
-
-    return trained(hp, None, GLOBAL["w"], hp.compile(call))
-
-
-@use(in_tests=False)
-def arguments(hp):
-    made = {"a": weights(16, 16), "b": [weights(16, 4)]}
-
-    def call(p, x):
-        return F.linear(F.linear(x, p["a"][0]).tanh(), p["b"][0][0])
-
-    return trained(hp, None, [made["a"][0], made["b"][0][0]], functools.partial(hp.compile(call), made))
-
-
-@use(in_tests=False)
-def penalty_on_a_list(hp):
-    model = mlp()
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-
-    class Penal(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x):
-            return self.model(x) + sum(p.square().sum() for p in decayed)
-
-    return train(hp, Penal())
-
-
 @use
 def penalty_on_a_closed_list_in_a_function(hp):
     model = mlp()
@@ -197,21 +148,6 @@ def weight_kept_elsewhere_reads_first(hp):
     call, optimizer, losses = hp.compile(model), adamw(model), []
     for _ in range(3):
         loss = penalty() + F.cross_entropy(call(inputs()), targets())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model, optimizer
-
-
-@use(in_tests=False)
-def weight_kept_elsewhere_reads_later(hp):
-    model = mlp()
-    kept = {"x": ([p for p in model.parameters()],)}
-    penalty = hp.compile(lambda: sum(p.square().sum() for p in kept["x"][0]))
-    call, optimizer, losses = hp.compile(model), adamw(model), []
-    for _ in range(3):
-        loss = F.cross_entropy(call(inputs()), targets()) + penalty()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from tests.scripts.models import adamw, classes, inputs, mlp, sgd, step, targets, tokens, train
 from tests.scripts.use import use
@@ -32,47 +32,6 @@ class Breaks(nn.Module):
 @use(refused={"parts": "backward has a gradient for another output than the loss"})
 def graph_breaks(hp):
     return train(hp, Breaks())
-
-
-class SharedOverBreak(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.p, self.q = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(8, 16))
-
-    def forward(self, x):
-        h = x + self.p
-        torch._dynamo.graph_break()
-        return h + self.q
-
-
-@use
-def gradients_over_a_break_are_apart(hp):
-    """One gradient, changed in place, leaves the other alone."""
-    model = SharedOverBreak()
-    call = hp.compile(model)
-    call(inputs()).square().sum().backward()
-    model.p.grad.mul_(0.5)
-    nn.utils.clip_grad_norm_([model.q], 0.1)
-    return model
-
-
-@use
-def a_gradient_passed_through_is_apart(hp):
-    class Adds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.p, self.q = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(8, 16))
-
-        def forward(self, x):
-            return x + self.p + self.q
-
-    model = Adds()
-    x = inputs().requires_grad_()
-    out = hp.compile(model)(x)
-    tangent = torch.ones(8, 16)
-    out.backward(tangent)
-    model.p.grad.mul_(3)
-    return model, x.grad, tangent
 
 
 @use
@@ -107,22 +66,6 @@ def branches_on_data(hp):
     for sign in (1, -1, 1):
         losses.append(step(call, optimizer, inputs().abs() * sign, targets()))
     return losses, model, optimizer
-
-
-@use
-def a_loop_until_it_converges(hp):
-    class Iterates(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(16, 16)
-
-        def forward(self, x):
-            z, count = x, 0
-            while (z.norm() > 0.5).item() and count < 4:
-                z, count = 0.4 * torch.tanh(self.net(z)), count + 1
-            return z
-
-    return train(hp, Iterates(), y=targets(8, 16), steps=2)
 
 
 @use
@@ -189,26 +132,6 @@ def slices_that_move(hp):
         optimizer.step()
         losses.append(loss.item())
     return losses, model, optimizer
-
-
-@use
-def layers_dropped_by_chance(hp):
-    class Stochastic(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers, self.keep = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)]), (True, True, True)
-
-        def forward(self, x):
-            for layer, keep in zip(self.layers, self.keep):
-                x = x + layer(x).tanh() if keep else x
-            return x
-
-    model = Stochastic()
-    call, optimizer = hp.compile(model), sgd(model)
-    for _ in range(4):
-        model.keep = tuple(bool(v) for v in torch.rand(3) > 0.4)
-        step(call, optimizer, inputs(), targets(8, 16))
-    return model, optimizer
 
 
 @dataclass
@@ -468,14 +391,6 @@ def hooks_of_modules(hp):
     return train(hp, model), seen
 
 
-@use(compiles=False)  # Dynamo leaves such a model alone
-def full_backward_hooks(hp):
-    model = mlp()
-    seen = []
-    model[2].register_full_backward_hook(lambda m, grad_in, grad_out: seen.append(grad_out[0].norm().detach()))
-    return train(hp, model, steps=2), seen
-
-
 @use
 def hooks_of_parameters(hp):
     def bound(p):
@@ -528,29 +443,6 @@ def checkpointed_around_the_call(hp):
     return losses, model
 
 
-@use(compiles=False)  # Dynamo does not trace it
-def checkpointed_in_sequence(hp):
-    class Sequence(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, x):
-            return checkpoint_sequential(self.net, 2, x, use_reentrant=False)
-
-    return train(hp, Sequence(), steps=2)
-
-
-@use(refused="backward needs a second derivative")
-def double_backward(hp):
-    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
-    call = hp.compile(model)
-    loss = call(inputs()).square().mean()
-    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    sum(g.square().sum() for g in grads).backward()
-    return loss, grads, model
-
-
 @use
 def gradient_asked_for_by_name(hp):
     model = mlp()
@@ -579,23 +471,6 @@ def backward_in_parts(hp):
     one, two = call(inputs()), call(inputs().flip(0))
     torch.autograd.backward([one.mean(), two.square().sum()], [torch.tensor(2.0), torch.tensor(0.5)])
     return model
-
-
-@use
-def the_whole_step_compiled(hp):
-    """Loss, backward and optimizer inside one compiled function."""
-    model = mlp()
-    optimizer = sgd(model)
-
-    def train_step(x, y):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    call = hp.compile(train_step)
-    return [call(inputs(), targets()).item() for _ in range(3)], model, optimizer
 
 
 @use
@@ -644,20 +519,6 @@ def a_method_compiled(hp):
         loss.backward()
         optimizer.step()
     return loss, model
-
-
-@use
-def per_sample_gradients(hp):
-    from torch.func import functional_call, grad, vmap
-
-    model = nn.Linear(16, 4)
-    losses, *_ = train(hp, model, steps=1)
-
-    def loss_of(parameters, x, y):
-        return F.mse_loss(functional_call(model, parameters, (x[None],)), y[None])
-
-    parameters = {n: p.detach() for n, p in model.named_parameters()}
-    return losses, vmap(grad(loss_of), in_dims=(None, 0, 0))(parameters, inputs(), targets())
 
 
 @use

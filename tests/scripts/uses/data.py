@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.scripts.models import adamw, classes, inputs, mlp, sgd, step, targets, tokens, train
 from tests.scripts.use import use
@@ -27,18 +27,8 @@ def _pairs(rows=24):
 
 
 @use
-def a_plain_loader(hp):
-    return _epochs(hp, DataLoader(_pairs(), batch_size=8, shuffle=True))
-
-
-@use
 def a_loader_with_a_smaller_last_batch(hp):
     return _epochs(hp, DataLoader(_pairs(22), batch_size=8))
-
-
-@use
-def distributed(hp):
-    return _epochs(hp, hp.distribute(DataLoader(_pairs(), batch_size=8, shuffle=True)))
 
 
 @use
@@ -117,35 +107,6 @@ def distributed_rows_prepared(hp):
     return losses, model
 
 
-@use
-def distributed_dicts(hp):
-    class Named(Dataset):
-        def __len__(self):
-            return 16
-
-        def __getitem__(self, i):
-            return {"ids": tokens(16)[i], "label": classes(16)[i], "name": f"row {i}"}
-
-    class Classifies(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 4)
-
-        def forward(self, ids, label):
-            return F.cross_entropy(self.head(self.embed(ids).mean(1)), label)
-
-    model = Classifies()
-    call, optimizer, seen = hp.compile(model), adamw(model), []
-    for batch in hp.distribute(DataLoader(Named(), batch_size=8)):
-        seen.append(batch.pop("name"))
-        optimizer.zero_grad()
-        loss = call(**batch)
-        loss.backward()
-        optimizer.step()
-        seen.append(loss.item())
-    return seen, model
-
-
 @dataclass
 class Batch:
     x: torch.Tensor
@@ -153,14 +114,6 @@ class Batch:
 
     def to(self, device):
         return Batch(self.x.to(device), self.y.to(device))
-
-
-@use
-def distributed_dataclasses(hp):
-    loader = DataLoader(_pairs(), batch_size=8, collate_fn=lambda rows: Batch(*map(torch.stack, zip(*rows))))
-    model = mlp()
-    call, optimizer = hp.compile(model), sgd(model)
-    return [step(call, optimizer, b.x, b.y) for b in (batch.to("cpu") for batch in hp.distribute(loader))], model
 
 
 @use
@@ -203,55 +156,6 @@ def evaluates_on_another_loader(hp):
         seen.append(right / 10)
         model.train()
     return seen, model, optimizer
-
-
-@use
-def batches_drawn_by_hand(hp):
-    model = mlp()
-    call, optimizer, losses = hp.compile(model), adamw(model), []
-    for rows in torch.randperm(24).split(8):
-        losses.append(step(call, optimizer, inputs(24)[rows], targets(24)[rows]))
-    return losses, model
-
-
-@use
-def random_augmentation(hp):
-    model = mlp()
-    call, optimizer, losses = hp.compile(model), adamw(model), []
-    for _ in range(2):
-        x = inputs() * (torch.rand(8, 1) + 0.5) + torch.randn(8, 16) * 0.1
-        losses.append(step(call, optimizer, F.dropout(x, 0.2), targets()))
-    return losses, model
-
-
-@use
-def replays_old_rows(hp):
-    """A buffer of experience that grows, from which batches are drawn."""
-    model, memory = mlp(), []
-    call, optimizer, losses = hp.compile(model), adamw(model), []
-    for number in range(4):
-        memory += list(zip(inputs(8) + number / 10, targets(8)))
-        rows = torch.randint(len(memory), (8,)).tolist()
-        losses.append(step(call, optimizer, *map(torch.stack, zip(*(memory[i] for i in rows)))))
-    return losses, model
-
-
-@use
-def pseudo_labels(hp):
-    """The model's own answers become targets."""
-    model = mlp()
-    call, optimizer, losses = hp.compile(model), adamw(model), []
-    for _ in range(2):
-        with torch.no_grad():
-            guess = call(inputs().flip(1)).softmax(-1)
-        sure = (guess.max(1).values > 0.25).double()
-        optimizer.zero_grad()
-        loss = (F.cross_entropy(call(inputs().flip(1)), guess.argmax(1), reduction="none") * sure).mean() \
-            + F.cross_entropy(call(inputs()), classes())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model
 
 
 class Averaged(nn.BatchNorm1d):

@@ -38,54 +38,6 @@ def norms_into_plain_tensors(hp):
 
 
 @use
-def running_statistics(hp):
-    model, call, optimizer = _with_gradients(hp)
-    mean, square = {}, {}
-    for _ in range(2):
-        step(call, optimizer, inputs(), targets())
-        for name, p in model.named_parameters():
-            mean.setdefault(name, torch.zeros(p.shape)).mul_(0.9).add_(p.grad, alpha=0.1)
-            square.setdefault(name, torch.zeros(p.shape)).addcmul_(p.grad, p.grad, value=0.5)
-            mean[name].lerp_(p.detach(), 0.01)
-    return mean, square, model
-
-
-@use
-def logged_numbers(hp):
-    model, _, _ = _with_gradients(hp)
-    rows = []
-    for name, p in model.named_parameters():
-        rows.append((name, p.mean().item(), p.std().item(), p.grad.abs().max().item(), float(p.grad.norm(1)), tuple(p.shape),
-                     p.numel(), p.grad.isnan().any().item(), (p.grad == 0).sum().item(), f"{p.detach().sum():.6f}"))
-    return rows, sum(p.numel() for p in model.parameters()), sum(p.norm() ** 2 for p in model.parameters()).sqrt()
-
-
-@use
-def histograms_and_quantiles(hp):
-    model, _, _ = _with_gradients(hp)
-    w = model[0].weight.detach()
-    return (torch.histc(w, 5), torch.quantile(w.flatten(), 0.3), w.kthvalue(3).values, w.sort(0).values, w.topk(2).values,
-            torch.bincount((w.flatten() > 0).long()), w.argmax(), w.median(), w.unique().numel(), torch.linalg.matrix_rank(w))
-
-
-@use
-def singular_values(hp):
-    model, _, _ = _with_gradients(hp)
-    w, grad = model[2].weight.detach(), model[0].weight.grad
-    return torch.linalg.svdvals(w), torch.linalg.norm(grad, 2), w @ w.t(), torch.linalg.cond(w), grad.t() @ model[0].bias.grad
-
-
-@use
-def pieces_and_joins(hp):
-    model, _, _ = _with_gradients(hp)
-    w, b = model[0].weight, model[0].bias
-    return (torch.cat([w, b[:, None]], 1), torch.stack([b, b]), w[3], w[:, 2:5], w[w > 0.1], w.t().contiguous(),
-            w.view(-1)[::7], torch.cat([p.grad.flatten() for p in model.parameters()]), [row.sum() for row in w],
-            w.split(8)[1], w.roll(1, 0),
-            torch.where(w > 0, w, 0), F.pad(w, (1, 1)), w.reshape(2, -1), w.diagonal(), w.flip(1), torch.outer(b, b).sum())
-
-
-@use
 def penalties_on_parameters(hp):
     model, call, optimizer = _with_gradients(hp)
     optimizer.zero_grad()
@@ -97,14 +49,6 @@ def penalties_on_parameters(hp):
     loss.backward()
     optimizer.step()
     return loss, model
-
-
-@use
-def a_penalty_alone(hp):
-    model, _, optimizer = _with_gradients(hp)
-    optimizer.zero_grad()
-    sum((p ** 2).sum() + p.abs().mean() for p in model.parameters()).backward()
-    return model
 
 
 @use
@@ -159,41 +103,6 @@ def balances_gradients_of_tasks(hp):
 
 
 @use
-def gradients_with_noise(hp):
-    model, call, optimizer = _with_gradients(hp)
-    for p in model.parameters():
-        p.grad += torch.randn(p.shape) * 0.01
-        p.grad.add_(torch.randn_like(p) * 0.01)
-    optimizer.step()
-    return step(call, optimizer, inputs(), targets()), model
-
-
-@use
-def gradients_centralized_and_signed(hp):
-    model, call, optimizer = _with_gradients(hp)
-    for p in model.parameters():
-        if p.dim() > 1:
-            p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
-            p.grad.data.div_(p.grad.std() + 1e-3)
-        else:
-            p.grad = p.grad.mul(1e3).tanh()
-    optimizer.step()
-    return step(call, optimizer, inputs(), targets()), model
-
-
-@use
-def gradients_scaled_by_layer(hp):
-    model, call, optimizer = _with_gradients(hp)
-    for i, p in enumerate(model.parameters()):
-        p.grad.mul_(0.5 ** i)
-        p.grad[p.grad.abs() < 1e-4] = 0
-        p.grad.nan_to_num_(0.0)
-    torch._foreach_mul_([p.grad for p in model.parameters()], 2.0)
-    optimizer.step()
-    return step(call, optimizer, inputs(), targets()), model
-
-
-@use
 def top_gradients_only(hp):
     """The largest entries of each gradient; the rest is kept for the next step."""
     model, call, optimizer = _with_gradients(hp)
@@ -208,18 +117,6 @@ def top_gradients_only(hp):
         optimizer.zero_grad()
         F.mse_loss(call(inputs()), targets()).backward()
     return kept, model
-
-
-@use
-def gradients_made_by_the_script(hp):
-    model, _, optimizer = _with_gradients(hp)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    for p in model.parameters():
-        p.grad = torch.full(p.shape, 0.5)
-    optimizer.step()
-    return model, optimizer
 
 
 @use
@@ -272,58 +169,6 @@ def projects_weights(hp):
 
 
 @use
-def copies_rows_between_parameters(hp):
-    model, call, optimizer = _with_gradients(hp)
-    with torch.no_grad():
-        model[2].weight[:, :16].copy_(model[0].weight[:16])
-        model[0].weight[1:3] = model[0].weight[5:7]
-        model[4].weight.copy_(model[2].weight[:4, :16])
-        model[0].weight.index_fill_(0, torch.tensor([4]), 0.5)
-        model[0].weight.t()[0].add_(1)
-        model[2].bias.view(4, 4)[1].zero_()
-    return step(call, optimizer, inputs(), targets()), model
-
-
-@use
-def averages_of_parameters(hp):
-    model, call, optimizer = _with_gradients(hp)
-    average = [torch.zeros_like(p) for p in model.parameters()]
-    for count in range(1, 4):
-        step(call, optimizer, inputs(), targets())
-        for a, p in zip(average, model.parameters()):
-            a += (p.detach() - a) / count
-    torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 0.1)
-    return average, model
-
-
-@use
-def distance_from_the_start(hp):
-    model = mlp()
-    start = [p.detach().clone() for p in model.parameters()]
-    call, optimizer, seen = hp.compile(model), sgd(model), []
-    for _ in range(2):
-        step(call, optimizer, inputs(), targets())
-        seen.append(sum((p - s).square().sum() for p, s in zip(model.parameters(), start)).sqrt())
-        seen.append(max((p.detach() - s).abs().max() for p, s in zip(model.parameters(), start)))
-    return seen, model
-
-
-@use
-def stops_on_small_gradients(hp):
-    model, call, optimizer = _with_gradients(hp)
-    seen = []
-    for _ in range(3):
-        total = torch.sqrt(sum(p.grad.pow(2).sum() for p in model.parameters()))
-        seen.append(total.item())
-        if total < 1e-3:
-            break
-        optimizer.step()
-        optimizer.zero_grad()
-        F.mse_loss(call(inputs()), targets()).backward()
-    return seen, model
-
-
-@use
 def line_search(hp):
     model, call, _ = _with_gradients(hp)
     seen = []
@@ -372,29 +217,3 @@ def fisher_information(hp):
         for f, p in zip(fisher, model.parameters()):
             f += p.grad.detach() ** 2 / 4
     return fisher, model
-
-
-@use
-def comparisons_and_sets(hp):
-    model, _, _ = _with_gradients(hp)
-    same = mlp()
-    p = model[0].weight
-    seen = [torch.equal(p, p.clone()), torch.allclose(p, p * 1), bool((p > 5).any()), p in set(model.parameters()),
-            p is model[0].weight, p.dtype, p.shape, p.device.type, p.requires_grad, p.is_leaf,
-            isinstance(p, nn.Parameter), p.grad.dim(), len(p)]
-    for a, b in zip(model.parameters(), same.parameters()):
-        seen.append(a.shape == b.shape)
-    return seen
-
-
-@use
-def batched_updates(hp):
-    model, call, optimizer = _with_gradients(hp)
-    grads, parameters = [p.grad for p in model.parameters()], list(model.parameters())
-    norms = torch._foreach_norm(grads)
-    total = torch.stack(norms).norm()
-    torch._foreach_div_(grads, total + 1.0)
-    with torch.no_grad():
-        torch._foreach_mul_(parameters, 0.99)
-        torch._foreach_sub_(parameters, torch._foreach_mul(grads, 0.1))
-    return norms, total, step(call, optimizer, inputs(), targets()), model

@@ -119,21 +119,6 @@ class SparselyEmbedded(nn.Module):
         return self.head(self.embedding(ids))
 
 
-@use(refused=r"(?s)sparse gradient.*sparse=False")
-def sparse_adam(hp):
-    model = SparselyEmbedded()
-    call = hp.compile(model)
-    sparse = torch.optim.SparseAdam(model.embedding.parameters(), lr=0.01, eps=1e-4)
-    dense = torch.optim.SGD(model.head.parameters(), lr=0.1)
-    for _ in range(2):
-        loss = F.cross_entropy(call(tokens()).flatten(0, 1), tokens().roll(1, 1).flatten())
-        loss.backward()
-        for optimizer in (sparse, dense):
-            optimizer.step()
-            optimizer.zero_grad()
-    return loss, model
-
-
 @use
 def embedding_with_a_largest_norm(hp):
     class Bounded(SparselyEmbedded):
@@ -154,18 +139,6 @@ def frozen_and_thawed(hp):
 
 
 @use
-def gradual_unfreezing(hp):
-    model = mlp()
-    model.requires_grad_(False)
-    call, losses = hp.compile(model), []
-    for layer in (model[4], model[2], model[0]):
-        layer.requires_grad_(True)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        losses += [step(call, optimizer, inputs(), targets()) for _ in range(2)]
-    return losses, model
-
-
-@use
 def frozen_in_turn(hp):
     """Alternating: what was trained is frozen, and the other way round; gradients stay where they were."""
     model = mlp()
@@ -175,14 +148,6 @@ def frozen_in_turn(hp):
         model[4].requires_grad_(number % 2 == 1)
         losses.append(step(call, optimizer, inputs(), targets()))
     return losses, model, optimizer
-
-
-@use
-def bias_only(hp):
-    model = mlp()
-    for name, p in model.named_parameters():
-        p.requires_grad_("bias" in name)
-    return train(hp, model)
 
 
 class LoRA(nn.Module):
@@ -217,44 +182,6 @@ def lora_added_and_merged(hp):
 
 
 @use
-def adapters(hp):
-    class Adapted(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer, self.down, self.up = layer.requires_grad_(False), nn.Linear(16, 4), nn.Linear(4, 16)
-            nn.init.zeros_(self.up.weight)
-
-        def forward(self, x):
-            h = self.layer(x)
-            return h + self.up(F.relu(self.down(h)))
-
-    return train(hp, nn.Sequential(Adapted(nn.Linear(16, 16)), nn.Tanh(), Adapted(nn.Linear(16, 16)), nn.Linear(16, 4)))
-
-
-@use
-def prompt_tuning(hp):
-    class Prompted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.prompt = nn.Parameter(torch.randn(3, 8))
-            self.body = Language().requires_grad_(False)
-
-        def forward(self, ids):
-            h = torch.cat([self.prompt.expand(len(ids), -1, -1), self.body.embedding(ids)], 1)
-            return self.body.head(self.body.body(h).cumsum(1).tanh())[:, 3:]
-
-    return _language(hp, Prompted())
-
-
-@use
-def pruned(hp):
-    model = mlp()
-    for layer in (model[0], model[2]):
-        prune.l1_unstructured(layer, "weight", amount=0.4)
-    return train(hp, model)
-
-
-@use
 def pruned_on_the_way(hp):
     model = mlp()
     losses, *_ = train(hp, model, steps=2)
@@ -262,49 +189,6 @@ def pruned_on_the_way(hp):
     more, *_ = train(hp, model, steps=2)
     prune.remove(model[0], "weight")
     return losses, more, model
-
-
-@use
-def masks_by_hand(hp):
-    """The lottery ticket's: masks made of the weights, put on weights and gradients after each step."""
-    model = mlp()
-    call, optimizer = hp.compile(model), sgd(model)
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    losses = [step(call, optimizer, inputs(), targets()) for _ in range(2)]
-    masks = {name: (p.detach().abs() > p.detach().abs().median()).to(p.dtype) for name, p in model.named_parameters()}
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(start[name] * masks[name])
-    for _ in range(2):
-        F.mse_loss(call(inputs()), targets()).backward()
-        for name, p in model.named_parameters():
-            p.grad.mul_(masks[name])
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, masks, model, optimizer
-
-
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(16, 16)
-
-    def forward(self, x, mask):
-        return F.linear(x, self.net.weight * mask, self.net.bias)
-
-
-@use
-def a_mask_made_of_weights_as_input(hp):
-    model = Masked()
-    call, optimizer = hp.compile(model), sgd(model)
-    for _ in range(3):
-        with torch.no_grad():
-            mask = (model.net.weight.abs() > 0.1).to(torch.float64)
-        optimizer.zero_grad()
-        loss = call(inputs(16), mask).square().mean()
-        loss.backward()
-        optimizer.step()
-    return loss, mask, model, optimizer
 
 
 @use
@@ -421,108 +305,6 @@ def buffers_from_outside(hp):
 
 
 @use
-def elastic_weight_consolidation(hp):
-    """EWC: after a task, anchors and Fisher information hold the weights near where they were."""
-    model = mlp()
-    call, optimizer = hp.compile(model), sgd(model)
-    losses = [step(call, optimizer, inputs(), targets()) for _ in range(2)]
-    model.zero_grad()
-    call(inputs()).log_softmax(-1)[:, 0].mean().backward()
-    fisher = {n: p.grad.detach().square() for n, p in model.named_parameters()}
-    anchor = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for _ in range(2):
-        optimizer.zero_grad()
-        penalty = sum((fisher[n] * (p - anchor[n]).square()).sum() for n, p in model.named_parameters())
-        loss = F.mse_loss(call(inputs().flip(0)), targets()) + 10 * penalty
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, fisher, model, optimizer
-
-
-class Anchored(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(16, 4)
-
-    def forward(self, x, anchor):
-        return self.net(x).square().mean() + (self.net.weight - anchor).square().sum()
-
-
-@use
-def an_anchor_as_input(hp):
-    model = Anchored()
-    call, optimizer, anchor = hp.compile(model), sgd(model), torch.zeros(4, 16)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = call(inputs(), anchor)
-        loss.backward()
-        optimizer.step()
-        anchor = model.net.weight.detach().clone()
-    return loss, anchor, model, optimizer
-
-
-@use
-def proximal_penalty_in_the_loop(hp):
-    model = mlp()
-    call, optimizer = hp.compile(model), sgd(model)
-    anchor = [p.detach().clone() for p in model.parameters()]
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = F.mse_loss(call(inputs()), targets())
-        loss = loss + sum((p - a).norm() ** 2 for p, a in zip(model.parameters(), anchor)) + \
-            0.001 * sum(p.abs().sum() for p in model.parameters())
-        loss.backward()
-        optimizer.step()
-    return loss, model, optimizer
-
-
-@use
-def maml_in_eager(hp):
-    """One inner step by hand on the weights, the outer gradient through it; the module is not compiled for that."""
-    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
-    losses, _, optimizer = train(hp, model, steps=1)
-    for _ in range(2):
-        names = dict(model.named_parameters())
-        inner = F.mse_loss(functional_call(model, names, (inputs(),)), targets())
-        grads = torch.autograd.grad(inner, list(names.values()), create_graph=True)
-        moved = {n: p - 0.1 * g for (n, p), g in zip(names.items(), grads)}
-        loss = F.mse_loss(functional_call(model, moved, (inputs().flip(0),)), targets())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, model, optimizer
-
-
-@use
-def reptile(hp):
-    model = mlp()
-    call = hp.compile(model)
-    for _ in range(2):
-        before = {k: v.clone() for k, v in model.state_dict().items()}
-        for _ in range(2):
-            step(call, sgd(model, momentum=0), inputs(), targets())
-        after = model.state_dict()
-        model.load_state_dict({k: before[k] + 0.5 * (after[k] - before[k]) for k in before})
-    return model
-
-
-@use
-def functional_call_compiled(hp):
-    model = mlp()
-    call = hp.compile(lambda parameters, x: functional_call(model, parameters, (x,)))
-    parameters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    losses = []
-    for _ in range(3):
-        loss = F.mse_loss(call(parameters, inputs()), targets())
-        grads = torch.autograd.grad(loss, list(parameters.values()))
-        parameters = {n: (p - 0.1 * g).detach().requires_grad_() for (n, p), g in zip(parameters.items(), grads)}
-        losses.append(loss.item())
-    return losses, parameters
-
-
-@use
 def functional_call_of_a_trained_model(hp):
     """The weights that are given are of a model that is placed already."""
     model = mlp()
@@ -570,16 +352,6 @@ def quantization_aware(hp):
 
 
 @use
-def straight_through_by_detach(hp):
-    class Signs(nn.Linear):
-        def forward(self, x):
-            w = self.weight
-            return F.linear(x, w + (w.sign() * w.abs().mean() - w).detach(), self.bias)
-
-    return train(hp, nn.Sequential(Signs(16, 16), nn.Hardtanh(), Signs(16, 4)))
-
-
-@use
 def initialized_anew(hp):
     """Some layers are drawn again between the steps."""
     model = mlp()
@@ -607,21 +379,6 @@ def a_layer_swapped_for_another(hp):
     losses, *_ = train(hp, model, steps=2)
     model[4] = nn.Linear(16, 4, bias=False)
     return losses, train(hp, model, steps=2)
-
-
-@use
-def weights_expanded(hp):
-    """Net2Net: a wider layer takes over the narrower one's weights."""
-    narrow = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
-    losses, *_ = train(hp, narrow, steps=2)
-    wide = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
-    with torch.no_grad():
-        wide[0].weight.copy_(torch.cat([narrow[0].weight, narrow[0].weight]))
-        wide[0].bias.copy_(torch.cat([narrow[0].bias, narrow[0].bias]))
-        wide[2].weight.copy_(torch.cat([narrow[2].weight / 2, narrow[2].weight / 2], 1))
-        wide[2].bias.copy_(narrow[2].bias)
-    same = wide(inputs()) - narrow(inputs())
-    return losses, same, train(hp, wide, steps=2)
 
 
 @use

@@ -1,25 +1,14 @@
 """Ranks that differ, wrappers of other libraries, and other uses of a trained model."""
 from __future__ import annotations
 
-import io
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import hpml_compiler
 from tests.scripts.models import adamw, inputs, mlp, sgd, step, targets, tokens, train
 from tests.scripts.use import use
-
-
-@use
-def weights_that_are_not_seeded(hp):
-    """Each rank draws its own: rank 0's are everybody's."""
-    torch.manual_seed(0 if hp.mesh is None else hp.rank)
-    return train(hp, mlp())
 
 
 @use
@@ -91,50 +80,6 @@ def other_batches_in_a_distributed_loader(hp):
 
 
 @use
-def wrapped_in_data_parallel(hp):
-    """DDP around the compiled model, each rank with rows of its own: the mean over all of them."""
-    model = mlp()
-    call, optimizer = hp.compile(model), sgd(model)
-    if hp.mesh is not None:
-        call = nn.parallel.DistributedDataParallel(call)
-    for number in range(2):
-        x, y = inputs(16).roll(number, 0), targets(16)
-        if hp.mesh is not None:
-            x, y = x[8 * hp.rank:8 * hp.rank + 8], y[8 * hp.rank:8 * hp.rank + 8]
-        optimizer.zero_grad()
-        F.mse_loss(call(x), y).backward()
-        optimizer.step()
-    return model, optimizer
-
-
-@use(refused=r"(?s)next step")
-def wrapped_in_fully_shard(hp):
-    model = mlp()
-    if hp.mesh is not None:
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model)
-    return train(hp, model)
-
-
-@use(refused=r"(?s)full_state_dict")
-def exported_after_training(hp):
-    model = mlp()
-    seen = train(hp, model)
-    exported = torch.export.export(model, (inputs(),))
-    return seen, exported.module()(inputs()), list(exported.state_dict)
-
-
-@use(refused=r"(?s)full_state_dict")
-def traced_after_training(hp):
-    model = mlp()
-    seen = train(hp, model)
-    with torch.no_grad():
-        traced = torch.jit.trace(model, inputs(), check_trace=False)
-    return seen, traced(inputs(4))
-
-
-@use
 def scripted_shapes_of_memory(hp):
     """What tools ask of tensors: their storage, its size, whether two share it."""
     model = mlp()
@@ -158,47 +103,6 @@ def shares_memory(hp):
     seen = train(hp, model)
     model.share_memory()
     return seen, model
-
-
-@use
-def gathers_the_whole_state(hp):
-    """hpml_compiler.full_state_dict: rank 0 keeps it, all ranks call."""
-    model = mlp()
-    call, optimizer = hp.compile(model), adamw(model)
-    losses = [step(call, optimizer, inputs(), targets()) for _ in range(2)]
-    if hp.mesh is None:
-        return losses, dict(model.state_dict()), optimizer.state_dict()["state"]
-    state = hpml_compiler.full_state_dict(model, optimizer)
-    kept = [state if hp.rank == 0 else None]
-    dist.broadcast_object_list(kept)
-    return losses, kept[0]["model"], kept[0]["optimizer"]["state"]
-
-
-@use
-def saved_by_all_ranks(hp):
-    model = mlp()
-    losses, *_ = train(hp, model)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    return losses, torch.load(io.BytesIO(file.getvalue()))
-
-
-@use
-def resets_between_models(hp):
-    seen = []
-    for hidden in (8, 16):
-        model = mlp(hidden=hidden)
-        seen.append(train(hp, model, steps=2))
-        hpml_compiler.reset()
-    model = mlp(hidden=24)
-    return seen, train(hp, model)
-
-
-@use(limit_s=120)
-def past_the_recompile_limit(hp):
-    model = mlp()
-    call, optimizer = hp.compile(model), sgd(model)
-    return [step(call, optimizer, inputs(rows), targets(rows)) for rows in range(2, 13)], model, optimizer
 
 
 @use(refused={"stages": "with a data-dependent shape"})

@@ -6,7 +6,6 @@ import io
 import pickle
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tests.scripts.models import adamw, inputs, mlp, sgd, step, targets, train
@@ -22,28 +21,6 @@ def _through_a_file(value):
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-@use
-def state_dict_round_trip(hp):
-    model = mlp()
-    call, optimizer = hp.compile(model), adamw(model)
-    losses = _steps(call, optimizer)
-    saved = {k: v.clone() for k, v in model.state_dict().items()}
-    losses += _steps(call, optimizer)
-    model.load_state_dict(saved)
-    return losses, _steps(call, optimizer), model, optimizer
-
-
-@use
-def loads_plain_weights_in_the_middle(hp):
-    model, other = mlp(), mlp()
-    call, optimizer = hp.compile(model), adamw(model)
-    losses = _steps(call, optimizer)
-    model.load_state_dict(other.state_dict())
-    losses += _steps(call, optimizer)
-    other.load_state_dict(model.state_dict())
-    return losses, model, other, optimizer
 
 
 @use
@@ -102,17 +79,6 @@ def state_of_the_compiled_module(hp):
 
 
 @use
-def copies_the_model(hp):
-    model = mlp()
-    call, optimizer = hp.compile(model), adamw(model)
-    losses = _steps(call, optimizer)
-    twin = copy.deepcopy(model)
-    losses += _steps(call, optimizer)
-    other = hp.compile(twin)
-    return losses, _steps(other, adamw(twin)), twin(inputs()), model, twin
-
-
-@use
 def copies_model_and_optimizer_together(hp):
     model = mlp()
     call, optimizer = hp.compile(model), adamw(model)
@@ -140,24 +106,6 @@ def saves_the_module_whole(hp):
     return again, again(inputs()), train(hp, again)
 
 
-@use
-def moves_to_the_cpu_after_training(hp):
-    model = mlp()
-    call, optimizer = hp.compile(model), adamw(model)
-    losses = _steps(call, optimizer)
-    model.cpu()
-    model.to("cpu")
-    return losses, _steps(call, optimizer), model, optimizer
-
-
-@use(tolerance=1e-5)
-def casts_after_training(hp):
-    model = mlp()
-    losses = _steps(hp.compile(model), sgd(model))
-    model.float()
-    return losses, model(inputs().float()), model
-
-
 @use(tolerance=2e-2)
 def trains_on_in_bfloat16(hp):
     model = mlp()
@@ -176,45 +124,6 @@ def casts_to_and_fro(hp):
     losses, *_ = train(hp, model)
     model.to(torch.float32).to(torch.float64)
     return losses, train(hp, model, steps=1)
-
-
-@use
-def shards_on_disk(hp):
-    """torch.distributed.checkpoint, model and optimizer; loaded into new ones."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    model, again = mlp(), mlp()
-    call, optimizer = hp.compile(model), adamw(model)
-    losses = _steps(call, optimizer)
-    if hp.mesh is None:  # one process, one file
-        dcp.save({"model": model.state_dict()}, checkpoint_id=hp.folder / "a", no_dist=True)
-    else:
-        state, its = get_state_dict(model, optimizer)
-        dcp.save({"model": state, "optimizer": its}, checkpoint_id=hp.folder / "a")
-        other = adamw(again)
-        _steps(hp.compile(again), other, 1)
-        state, its = get_state_dict(again, other)
-        dcp.load({"model": state, "optimizer": its}, checkpoint_id=hp.folder / "a")
-        set_state_dict(again, other, model_state_dict=state, optim_state_dict=its)
-        model, optimizer, call = again, other, hp.compile(again)
-    return losses, _steps(call, optimizer), model, optimizer.state_dict()["state"]
-
-
-@use
-def saved_in_the_background(hp):
-    """DCP's async_save, while training goes on."""
-    model = mlp()
-    call, optimizer = hp.compile(model), sgd(model)
-    losses = _steps(call, optimizer)
-    wanted = {k: v.clone() for k, v in model.state_dict().items()}
-    loaded = {"model": mlp().state_dict()}
-    if hp.mesh is not None:
-        pending = dcp.async_save({"model": model.state_dict()}, checkpoint_id=hp.folder / "b")
-        losses += _steps(call, optimizer)
-        pending.result()
-        dcp.load(loaded, checkpoint_id=hp.folder / "b")
-        return losses, loaded["model"], model
-    return losses + _steps(call, optimizer), wanted, model
 
 
 @use
@@ -274,16 +183,6 @@ def weights_of_numpy(hp):
 
 
 @use
-def optimizer_made_before_compiling(hp):
-    model = mlp()
-    optimizer = adamw(model)
-    held = [model[0].weight, list(model.parameters())]
-    call = hp.compile(model)
-    losses = _steps(call, optimizer)
-    return losses, [p.grad.norm() for p in held[1]], model, optimizer
-
-
-@use
 def optimizer_made_after_some_steps(hp):
     model = mlp()
     call = hp.compile(model)
@@ -312,16 +211,6 @@ def edits_the_optimizers_state(hp):
         state["exp_avg_sq"].zero_()
         state["step"].zero_()
     return _steps(call, optimizer), model, optimizer
-
-
-@use
-def a_sweep_over_models(hp):
-    """Several models one after another in a process, each with its optimizer."""
-    losses = []
-    for width in (8, 16, 24):
-        model = mlp(hidden=width)
-        losses += _steps(hp.compile(model), adamw(model))
-    return losses, model
 
 
 @use

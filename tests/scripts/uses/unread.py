@@ -57,16 +57,6 @@ def rounded(outputs):
 
 
 @use
-def first_output_alone(hp):
-    return _train(hp, Heads(), [first] * 3)
-
-
-@use
-def second_output_alone(hp):
-    return _train(hp, Heads(), [second] * 3)
-
-
-@use
 def outputs_in_turn(hp):
     return _train(hp, Heads(), [first, second, lambda outputs: first(outputs) + second(outputs), first, view])
 
