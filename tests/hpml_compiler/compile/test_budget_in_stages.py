@@ -30,10 +30,10 @@ def batch() -> torch.Tensor:
     return torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).sin()
 
 
-def trained(options: dict[str, Any], kind: type[Deep] = Deep, dropout: float = 0.2) -> tuple[list[torch.Tensor], int, int]:
+def trained(options: dict[str, Any], kind: type[Deep] = Deep, measures: bool = True) -> tuple[list[torch.Tensor], int, int]:
     """Loss and gradients of a step, the peak bytes of later ones, and the most that any rank holds."""
     hpml_compiler.reset()
-    model = kind(dropout, LAYERS)
+    model = kind(0.2, LAYERS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     call = torch.compile(model, backend="hpml", options=options)
     torch.manual_seed(1)
@@ -49,7 +49,7 @@ def trained(options: dict[str, Any], kind: type[Deep] = Deep, dropout: float = 0
         optimizer.zero_grad()
         return loss.detach().clone()
 
-    loss, peak = step(), least_peak(step, model, optimizer)
+    loss, peak = step(), least_peak(step, model, optimizer) if measures else 0
     peaks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(peaks, peak)
     return [loss, *gradients], peak, max(peaks)
@@ -85,7 +85,7 @@ def on_schedule(rank: int, schedule: str, virtual: int, share: float) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "share"), [
-    ("gpipe", 1, 0.6), ("interleaved", 2, 0.85), ("zero_bubble", 1, 0.88)])
+    ("interleaved", 2, 0.85), ("zero_bubble", 1, 0.88)])
 def test_stages_stay_below_a_budget_with_the_same_numbers_bit_for_bit(launch, schedule, virtual, share):
     launch(on_schedule, args=(schedule, virtual, share))
 
@@ -118,13 +118,13 @@ def planned_and_run(rank: int) -> None:
     graph = check(BASE, 0.8)
     check_planned(rank, graph)
     with pytest.raises(Exception, match="the step needs at least"):
-        trained({**BASE, "memory_budget": "3MiB"})
+        trained({**BASE, "memory_budget": "3MiB"}, measures=False)
 
 
 def check_planned(rank: int, graph: GraphPlan) -> None:
     """`hpml plan` decides as the run did, and a run obeys the plan."""
     ran, budget = session.last_plan(), kept_in(graph)[0].budget_bytes
-    trained({"compiler": "eager", "plan": ran})
+    trained({"compiler": "eager", "plan": ran}, measures=False)
     again = session.last_plan()
     if rank == 0:
         planned = hpml_compiler.plan(Deep(0.2, LAYERS), (batch(),), Cluster.local(2, "cpu"), **BASE, memory_budget=budget)
