@@ -3,6 +3,7 @@
 - `alias` and `detach` are removed where the caller cannot notice;
 - random numbers that only take the shape of a tensor do not depend on it, and dropout multiplies by a mask, so that a mask
   that is drawn whole on every rank (to equal one device's) needs no unsharded activation;
+- constants that only take dtype and device of a tensor (`new_zeros`) do not depend on it, either;
 - a fused bias (`addmm`) is split off, so that the product may be a partial sum while the bias is added once;
 - `mean`, `var` and `var_mean` become sums: over a split dim these are partial sums, so that the statistics of a
   BatchNorm over a split batch are those of the whole batch without special handling;
@@ -17,6 +18,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +34,7 @@ from passes.transforms.cleanup import as_strided_views
 from passes.transforms.rewriting.call_inserter import CallInserter
 
 aten, prims = torch.ops.aten, torch.ops.prims
+Rewrite = Callable[[Node, CallInserter], bool]
 IDENTITIES = (aten.alias.default, aten.detach.default)
 
 
@@ -97,6 +100,19 @@ def _lends_shape(node: Node, insert: CallInserter) -> bool:
         return False
     node.replace_all_uses_with(insert(node.target, _like(source, insert), *others, **node.kwargs))
     return True
+
+
+def _reads_no_values(target: Callable[..., object], *fills: object) -> Rewrite:
+    """Rewrite of a constant that takes only dtype and device of its first argument. fills: follow the size in `target`."""
+    def rewrite(node: Node, insert: CallInserter) -> bool:
+        source, *others = node.args
+        if not isinstance(source, Node) or _drawn_for_it(source):
+            return False
+        value = node.meta["val"]
+        node.replace_all_uses_with(insert(target, *others, *fills, dtype=value.dtype, device=value.device))
+        return True
+
+    return rewrite
 
 
 def _dropout(node: Node, insert: CallInserter) -> bool:
@@ -221,6 +237,11 @@ def _var(node: Node, insert: CallInserter) -> bool:
 REWRITES = {
     **dict.fromkeys(IDENTITIES, _identity),
     **dict.fromkeys(LENDS_SHAPE, _lends_shape),
+    aten.new_empty.default: _reads_no_values(aten.empty.memory_format),
+    aten.new_empty_strided.default: _reads_no_values(aten.empty_strided.default),
+    aten.new_full.default: _reads_no_values(aten.full.default),
+    aten.new_zeros.default: _reads_no_values(aten.full.default, 0),
+    aten.new_ones.default: _reads_no_values(aten.full.default, 1),
     aten.native_dropout.default: _dropout,
     aten.addmm.default: _fused_bias(aten.mm.default),
     aten.baddbmm.default: _fused_bias(aten.bmm.default),

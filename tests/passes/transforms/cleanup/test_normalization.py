@@ -184,6 +184,21 @@ def test_random_numbers_in_the_shape_of_a_value_do_not_wait_for_it():
     assert aten.rand_like.default in targets(drawn_twice), "what is drawn first decides what is drawn next"
 
 
+@pytest.mark.parametrize("make", [
+    lambda x: aten.new_zeros(x, [3, 2]), lambda x: aten.new_ones(x, [3, 2], dtype=torch.int64),
+    lambda x: aten.new_full(x, [3], 7), lambda x: aten.zero(aten.new_empty(x, [5])),
+    lambda x: aten.zero(aten.new_empty_strided(x, [2, 3], [1, 2]))])
+def test_constants_of_the_dtype_of_a_value_do_not_wait_for_it(make):
+    x = f(4, 6).double()
+    gm = traced(lambda x: make(x.sin()), x)
+    before = gm(x)
+    assert normalize(gm, fake_mode_of(gm)) and aten.sin.default not in targets(gm)
+    torch.testing.assert_close(gm(x), before, rtol=0, atol=0, check_stride=True)
+    drawn = traced(lambda x: make(torch.rand_like(x)), x)
+    normalize(drawn, fake_mode_of(drawn))
+    assert aten.rand_like.default in targets(drawn), "the next random numbers would be others"
+
+
 @pytest.mark.parametrize("p", [0.3, 1.0])
 def test_dropout_draws_its_mask_of_anything(p):
     x = f(4, 6)
