@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hpml_compiler
-from hpml_compiler.plans.cache import graph_database
 from tests.helpers.frozen import fresh
 from tests.hpml_compiler.compile.cache.test_graph_cache import FOUND, assert_same, folder, listen
 
@@ -90,40 +89,3 @@ def test_another_budget_or_number_of_microbatches_is_decided_anew(launch):
     launch(launched, 1, ({name: CASES[name] for name in ("a budget", "microbatches")},), init=False)
     (found,) = launch(launched, 1, (others,), init=False)
     assert all(not each for _, each, _, _ in found.values())
-
-
-def test_what_is_damaged_is_decided_anew(launch, monkeypatch):
-    cases = {"a budget": CASES["a budget"]}
-    (first,) = launch(launched, 1, (cases,), init=False)
-    with graph_database._file() as graphs:
-        graphs.write("UPDATE graph SET entry = ?", [(b"nothing",)])
-    (again,) = launch(launched, 1, (cases,), init=False)
-    assert not again["a budget"][1]
-    assert_same(again["a budget"][0], first["a budget"][0])
-
-
-@pytest.mark.timeout(240)
-def test_blocks_that_inductor_compiled_are_found(launch, monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    results, kernels = [], []
-    for _ in range(2):
-        results += launch(compiled, 1, init=False, timeout_s=120)
-        kernels.append(sorted((tmp_path / "inductor").rglob("*.so")))
-    first, again = results
-    assert_same(again[0], first[0])
-    assert kernels[1] == kernels[0] != []
-    assert not first[1] and again[1] == 1 and again[2] > 0 and not again[3]
-
-
-def compiled(rank: int):
-    """A model in blocks, whole -> what it computes, graphs that were found, and what inductor's cache had and had not."""
-    from torch._dynamo.utils import counters
-
-    said = listen()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)))
-    loss = torch.compile(model, backend="hpml", options={"compile_blocks": "on"})(torch.randn(8, 32)).square().mean()
-    loss.backward()
-    seen = [loss.detach(), *(p.grad for p in model.parameters())]
-    counted = counters["inductor"]
-    return seen, sum(FOUND in each for each in said), counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"]
