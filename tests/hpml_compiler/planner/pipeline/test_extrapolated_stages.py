@@ -1,8 +1,6 @@
 """A deep model, of which a few layers are traced -> the stages that it has when all layers are."""
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -10,8 +8,6 @@ from torch import nn
 import hpml_compiler
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.plan_api.model_plan import Plan
-from passes.errors import Infeasible
-from passes.hardware.cluster import Cluster
 
 LAYERS = 8
 
@@ -48,10 +44,8 @@ def layers_of(stage):
     return [name for name in stage.blocks if name[-1:].isdigit() and "@" not in name]
 
 
-@pytest.mark.parametrize("options", [
-    {"mesh": {"pp": 2, "tp": 2}, "schedule": "interleaved", "virtual_stages": 2},
-    {"mesh": {"pp": 4}, "schedule": "zero_bubble"}])
-def test_few_layers_tell_what_all_of_them_would(options):
+def test_few_layers_tell_what_all_of_them_would():
+    options = {"mesh": {"pp": 2, "tp": 2}, "schedule": "interleaved", "virtual_stages": 2}
     short, long = (planned(gpt(), trace_all_layers=whole, **options) for whole in (False, True))
     assert short.graph_hash.startswith("shortened:") and not long.graph_hash.startswith("shortened:")
     assert len(short.pipeline.stages) == len(long.pipeline.stages)
@@ -66,7 +60,7 @@ def test_few_layers_tell_what_all_of_them_would(options):
 
 
 @pytest.mark.parametrize("options", [
-    {"mesh": {"pp": 4}, "memory_budget": 0.7}, {"mesh": {"pp": 4}, "recompute": "full", "schedule": "zero_bubble"},
+    {"mesh": {"pp": 4}, "recompute": "full", "schedule": "zero_bubble"},
     {"mesh": {"pp": 2, "dp": 2}, "memory_budget": 0.7, "offload": "saved"}], ids=str)
 def test_a_budget_is_met_with_the_values_that_few_layers_save(options):
     """memory_budget: as a share of the peak without one."""
@@ -108,25 +102,3 @@ def test_layers_of_an_encoder_and_of_a_decoder():
         assert layers_of(a) == layers_of(b)
         assert sorted(s.bytes for s in a.sends) == sorted(s.bytes for s in b.sends)
     assert short.predicted.step_time_us == pytest.approx(long.predicted.step_time_us, rel=0.05)
-
-
-def test_what_one_device_cannot_hold_is_planned_on_stages_or_refused():
-    """A quarter of the parameters, with gradients and the optimizer's state, is on each rank; that is what has to fit."""
-    model = gpt()
-    nbytes = 16 * sum(p.numel() for p in model.parameters())
-
-    def of_memory(share: float) -> Cluster:
-        cluster = Cluster.parse("1x4:a100-80g")
-        device = replace(cluster.device, memory_bytes=round(share * nbytes))
-        return Cluster((replace(cluster.group, device=device),))
-
-    with pytest.raises(Infeasible):
-        planned(model, of_memory(0.7), mesh={"dp": 4}, zero=0)
-    fits = planned(model, of_memory(0.7), mesh={"pp": 4})
-    assert fits.memory.peak < 0.7 * nbytes
-    split = planned(model, of_memory(0.7), mesh={"pp": 2, "dp": 2})
-    assert split.memory.peak < 0.7 * nbytes
-    with pytest.raises(Infeasible, match="the rank with the highest peak of 4 stages needs .*, more than its"):
-        planned(model, of_memory(0.2), mesh={"pp": 4})
-    with pytest.raises(Infeasible, match="the rank with the highest peak of 2 stages needs .*, more than its"):
-        planned(model, of_memory(0.05), mesh={"pp": 2, "dp": 2})
