@@ -25,13 +25,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.base import TransformPass
-from passes.compat import fake_mode_of
+from passes.compat import fake_mode_of, without_modes
 from passes.graph.user_checkpointing import copy_checkpoint_marks
 from passes.op_rules.opaque_calls import is_opaque
 from passes.op_rules.rule_table import is_random, operator_of
 from passes.registry import register
 from passes.transforms.cleanup import as_strided_views
 from passes.transforms.rewriting.call_inserter import CallInserter
+from passes.transforms.rewriting.fake_results import FakeResults
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Rewrite = Callable[[Node, CallInserter], bool]
@@ -40,12 +41,13 @@ IDENTITIES = (aten.alias.default, aten.detach.default)
 
 def normalize(gm: GraphModule, fake_mode=None) -> bool:
     """Normalize `gm` in place; returns whether anything changed. Node values (`meta["val"]`) are needed and kept."""
-    changed = False
-    for node in list(gm.graph.nodes):
-        rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
-        if rewrite is not None and not is_opaque(node) and rewrite(node, CallInserter(gm.graph, node, fake_mode=fake_mode)):
-            gm.graph.erase_node(node)
-            changed = True
+    changed, fakes = False, FakeResults(fake_mode)
+    with without_modes():
+        for node in list(gm.graph.nodes):
+            rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
+            if rewrite is not None and not is_opaque(node) and rewrite(node, CallInserter(gm.graph, node, fakes=fakes)):
+                gm.graph.erase_node(node)
+                changed = True
     changed |= _private_views(gm)
     if changed:
         gm.graph.eliminate_dead_code()

@@ -20,7 +20,7 @@ class CallAppender(CallInserter):
     are copied."""
 
     def __init__(self, graph: Graph, like: Node, fakes: FakeResults, tag: str | None = None):
-        super().__init__(graph, like, like, fakes.mode)
+        super().__init__(graph, like, like)
         self.fakes = fakes
         self.tag = tag
         self.marked: Node | None = like

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
-from passes.compat import pytree
 from passes.graph.user_checkpointing import CHECKPOINTED
+from passes.transforms.rewriting.fake_results import FakeResults
 
 PROVENANCE = (
     "nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "source_fn_stack", "original_aten", "from_node", "custom",
@@ -20,20 +20,13 @@ PROVENANCE = (
 )
 
 
-def fake_value(target: Callable, args: tuple, kwargs: dict | None = None) -> Any:
-    """Result of `target` on the fake values of its arguments."""
-    args, kwargs = pytree.tree_map(
-        lambda x: x.meta["val"] if isinstance(x, Node) else x, (args, kwargs or {}),
-        is_leaf=lambda x: isinstance(x, Node),
-    )
-    return target(*args, **kwargs)
-
-
 class CallInserter:
-    """Inserts calls before one node, with the provenance of that node (or of another)."""
+    """Inserts calls before one node, with the provenance of that node (or of another). fakes: cache of fake results, where no
+    torch mode is active; None: results are computed in `fake_mode`."""
 
-    def __init__(self, graph: Graph, before: Node, like: Node | None = None, fake_mode: Any = None):
-        self.graph, self.before, self.like, self.fake_mode = graph, before, like or before, fake_mode
+    def __init__(self, graph: Graph, before: Node, like: Node | None = None, fake_mode: Any = None,
+                 fakes: FakeResults | None = None):
+        self.graph, self.before, self.like, self.fake_mode, self.fakes = graph, before, like or before, fake_mode, fakes
 
     def __call__(self, target: Callable, /, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(self.before):
@@ -41,6 +34,10 @@ class CallInserter:
         for key in PROVENANCE:
             if key in self.like.meta:
                 node.meta[key] = self.like.meta[key]
-        with self.fake_mode or nullcontext():
-            node.meta["val"] = fake_value(target, args, kwargs)
+        args, kwargs = map_arg((args, kwargs), lambda x: x.meta["val"])
+        if self.fakes is not None:
+            node.meta["val"] = self.fakes(target, args, kwargs)
+        else:
+            with self.fake_mode or nullcontext():
+                node.meta["val"] = target(*args, **kwargs)
         return node
