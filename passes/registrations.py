@@ -3,13 +3,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class Registrations(dict[str, T]):
-    """What is registered, by name."""
+    """What is registered, by name. derived: a cache of what follows from it, emptied by each change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.derived: dict[Any, Any] = {}
+
+    def __setitem__(self, name: str, value: T) -> None:
+        super().__setitem__(name, value)
+        self.derived.clear()
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.derived.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self.derived.clear()
 
     @contextlib.contextmanager
     def temporary(self) -> Iterator[None]:

@@ -1,29 +1,15 @@
 """Factors of values that are rows of the batch: a pinned `dp` axis splits these, a `tp` axis leaves them alone.
 
-Union-find over the (value, dim, factor) triples that one strategy of a call splits together, from dim 0 of the inputs
-that are data. A weight is never among them: in `x @ w` only `x` and the result carry the row letter.
+They are reached from dim 0 of the inputs that are data through the strategies of calls, which split several places together. A
+weight is never among them: in `x @ w` only `x` and the result carry the row letter.
 """
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 from passes.graph.placement_graph import Operation, Value
-
-
-class UnionFind:
-    def __init__(self) -> None:
-        self.parent: dict[Hashable, Hashable] = {}
-
-    def find(self, x: Hashable) -> Hashable:
-        root = x
-        while self.parent.setdefault(root, root) != root:
-            root = self.parent[root]
-        while self.parent[x] != root:
-            self.parent[x], x = root, self.parent[x]
-        return root
-
-    def union(self, a: Hashable, b: Hashable) -> None:
-        self.parent[self.find(b)] = self.find(a)
+from passes.op_rules.base import Placement, Strategy
 
 
 def batch_factors(operations: Sequence[Operation], values: Sequence[Value]) -> list[frozenset[tuple[int, int]]]:
@@ -35,21 +21,30 @@ def batch_factors(operations: Sequence[Operation], values: Sequence[Value]) -> l
 def split_along(operations: Sequence[Operation], values: Sequence[Value], seeds: Sequence[tuple[int, int, int]],
                 ) -> list[frozenset[tuple[int, int]]]:
     """The (dim, factor) pairs of every value that strategies split together with these (value, dim, factor)."""
-    sets = UnionFind()
-    for operation in operations:
-        ports = (*operation.inputs, *operation.outputs)
-        for strategy in operation.strategies:
-            together = [
-                (value, *placement)
-                for value, placement in zip(ports, strategy.inputs + strategy.outputs)
-                if isinstance(placement, tuple)
-            ]
-            for other in together[1:]:
-                sets.union(together[0], other)
-    roots = {sets.find(seed) for seed in seeds}
-    members: dict[int, set[tuple[int, int]]] = {}
-    for key in list(sets.parent):
-        if sets.find(key) in roots:
-            value, dim, factor = key  # type: ignore[misc]
-            members.setdefault(value, set()).add((dim, factor))
-    return [frozenset(members.get(value.index, ())) for value in values]
+    links: dict[int, dict[tuple[int, Placement], set[tuple[int, Placement]]]] = {}  # by id: equal calls share their strategies
+    calls: list[list[tuple[int, Sequence[int], Operation]]] = [[] for _ in values]
+    for op in operations:
+        if id(op.strategies) not in links:
+            links[id(op.strategies)] = _links(op.strategies)
+        ports = (*op.inputs, *op.outputs)
+        for port, v in enumerate(ports):
+            calls[v].append((port, ports, op))
+    found: list[set[Placement]] = [set() for _ in values]
+    left: list[tuple[int, Placement]] = [(v, (dim, factor)) for v, dim, factor in seeds]
+    while left:
+        v, placement = left.pop()
+        if placement not in found[v]:
+            found[v].add(placement)
+            for port, ports, op in calls[v]:
+                left += [(ports[other], p) for other, p in links[id(op.strategies)].get((port, placement), ())]
+    return [frozenset(each) for each in found]  # pyright: ignore[reportReturnType]
+
+
+def _links(strategies: Sequence[Strategy]) -> dict[tuple[int, Placement], set[tuple[int, Placement]]]:
+    """(operand or result, its placement) -> the others that a strategy splits together with it."""
+    found: dict[tuple[int, Placement], set[tuple[int, Placement]]] = defaultdict(set)
+    for strategy in strategies:
+        together = [each for each in enumerate(strategy.inputs + strategy.outputs) if isinstance(each[1], tuple)]
+        for each in together:
+            found[each].update(together)
+    return found

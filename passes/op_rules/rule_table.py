@@ -155,9 +155,14 @@ def is_pointwise(target: Any) -> bool:
 
 def operator_of(target: Any) -> Operator:
     """The properties of an operator, given itself or by its text in a graph or plan, `aten.mm.default`."""
-    load()
-    if isinstance(target, str):
-        target = _target_of(target)
+    known = OPERATORS.derived.get(target)
+    if known is None:
+        load()  # registers, which empties the cache
+        known = OPERATORS.derived[target] = _properties(_target_of(target) if isinstance(target, str) else target)
+    return known
+
+
+def _properties(target: Any) -> Operator:
     found, tagged = OPERATORS.get(name_of(target), UNKNOWN), OPERATORS.get(_tag_of(target), UNKNOWN)
     if found is UNKNOWN or tagged is UNKNOWN:
         return tagged if found is UNKNOWN else found
@@ -172,7 +177,6 @@ def _tag_of(target: Any) -> str:
     return "reduction" if getattr(torch.Tag, "reduction", None) in getattr(target, "tags", ()) else ""
 
 
-@cache
 def _target_of(text: str) -> Any:
     """The operator of a text such as `aten.mm.default`; the text itself where there is none."""
     found = re.fullmatch(r"(\w+)\.(\w+)\.(\w+)", text)
