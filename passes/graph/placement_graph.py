@@ -6,7 +6,9 @@ holds no FX node and no tensor, so that it can be built by hand in tests.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from passes.graph.step_phase import Phase
@@ -80,6 +82,19 @@ class PlacementGraph:
     unread: FrozenMap[int, int | None] = FrozenMap()
     """Outputs that may stay sharded until they are read -> the tangent input, in the same
     layout, or None."""
+
+    @cached_property
+    def weights(self) -> set[int]:
+        """Parameters as operations read them: as they are stored, or through views and casts."""
+        return self.seen_as(v.index for v in self.values if v.kind == "parameter")
+
+    def seen_as(self, values: Iterable[int]) -> set[int]:
+        """These values, and the results of views and casts of them."""
+        found = set(values)
+        for op in self.operations:
+            if len(op.inputs) == 1 and op.inputs[0] in found and not op.heavy:
+                found.update(op.outputs)
+        return found
 
     def __repr__(self) -> str:
         return f"PlacementGraph({len(self.operations)} operations, {len(self.values)} values)"

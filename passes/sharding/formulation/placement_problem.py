@@ -20,7 +20,7 @@ from passes.sharding.strategies.axis_pins import axis_rule
 from passes.sharding.strategies.axis_strategies import AxisStrategies
 from passes.sharding.strategies.group_strategies import GroupStrategyCache
 from passes.sharding.strategies.mesh_strategies import AxisRule, MeshStrategy
-from passes.sharding.strategies.zero_levels import ZeroRules, weights_of
+from passes.sharding.strategies.zero_levels import ZeroRules
 from passes.solver.problem import Arc, Problem
 from passes.solver.work_limit import WorkLimit
 
@@ -76,7 +76,7 @@ class PlacementProblem:
         wiring = DefUse(graph, self.groups)
         self.held_inside = [wiring.held_inside(group, self.saved) for group in self.groups]
         marks = [(held, offers.allowed(group)) for group, held in zip(self.groups, self.held_inside)]
-        classes, names = classes_of(self.groups, graph, fold, marks)
+        classes, names = classes_of(self.groups, graph, fold, marks, memo.joints.numbers)
         pins = [(pinned or {}).get(name) for name in numbered_names(names)]
         self.pins = pins if like is None or len(like.pins) != len(names) else like.pins
         self.lifetimes = lifetimes
@@ -84,9 +84,9 @@ class PlacementProblem:
         self.entities.add_groups(
             names, classes, lambda group, number: offers.choices(group, self.pins[number]), self.held_inside)
         self.entities.add_inputs(self.state, stored or {}, rows)
-        bound = weights_of(graph, {
+        bound = graph.seen_as(
             v.index for v in graph.values if v.kind == "parameter"
-            and not zero.gathers_again(v.index in wiring.gradients, v.name in (stored or {}))})
+            and not zero.gathers_again(v.index in wiring.gradients, v.name in (stored or {})))
         self.edges = ProblemEdges(graph, self.entities, self.saved, rows, prices, self.bucket_bytes, memo.arcs,
                                   frozenset(bound),
                                   zero.scatters, allowance)

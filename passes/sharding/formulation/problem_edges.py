@@ -18,7 +18,6 @@ from passes.op_rules.base import REPLICATE
 from passes.sharding.formulation.problem_entities import Port, ProblemEntities
 from passes.sharding.grouping.group_symmetry import value_signature
 from passes.sharding.pricing.redistribution import hops_between
-from passes.sharding.strategies.zero_levels import weights_of
 from passes.solver.problem import Arc, Edge
 from passes.solver.work_limit import WorkLimit
 
@@ -46,7 +45,6 @@ class ProblemEdges:
                  bound: frozenset[int] = frozenset(), scatters: bool = False, allowance: WorkLimit | None = None):
         self.graph, self.entities, self.saved, self.rows = graph, entities, saved, rows
         self.bound, self.scatters, self.allowance = bound, scatters, allowance or WorkLimit(math.inf)
-        self.weights = weights_of(graph)
         self.prices, self.bucket_bytes = prices, bucket_bytes
         self.sources: dict[int, Port] = {}
         self.reads: dict[tuple[int, int], Chain] = {}
@@ -94,7 +92,8 @@ class ProblemEdges:
         kept = computed and made == FORWARD and bool(backward)
         if kept or len(forward) > 1:
             copy = (self.entities.add_copy("kept" if kept else "shared", source, [e.port for e in forward or backward],
-                                           value, kept and value.index in self.saved, kept and value.index in self.weights), 0)
+                                           value, kept and value.index in self.saved,
+                                           kept and value.index in self.graph.weights), 0)
             way: Chain = ((self._edge(source, copy, value), made),)
             self._arrive(value, copy, way, forward)
             if kept:

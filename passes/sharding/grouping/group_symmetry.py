@@ -17,29 +17,51 @@ def value_signature(value: Value) -> Hashable:
     return value.spec, value.factors, value.kind, value.trainable, value.batch
 
 
-def group_signature(group: OpGroup, graph: PlacementGraph) -> Hashable:
-    boundary = {v: ("in", k) for k, v in enumerate(group.inputs)}
-    inside: dict[int, tuple] = {}
-    rows = []
-    for k, index in enumerate(group.operations):
-        op = graph.operations[index]
-        rows.append((op.target, op.flops, op.strategies, tuple(boundary.get(v) or inside[v] for v in op.inputs)))
-        for port, v in enumerate(op.outputs):
-            inside[v] = ("op", k, port)
-    shapes = tuple(value_signature(graph.values[v]) for i in group.operations for v in graph.operations[i].outputs)
-    return (
-        group.phase, tuple(rows), shapes, tuple(value_signature(graph.values[v]) for v in group.inputs),
-        tuple(inside[v] for v in group.outputs),
-    )
+class GroupNumbers:
+    """Numbers of the groups of one planning, which may have several graphs: groups have one number if they are equal (see
+    above), whatever their block. Signatures are long, and every mesh asks for them again."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._known: dict[int, tuple[PlacementGraph, list[int], list[int]]] = {}
+        """By id, a graph with the numbers of its values and operations."""
+
+    def of(self, group: OpGroup, graph: PlacementGraph) -> int:
+        if id(graph) not in self._known:
+            self._known[id(graph)] = graph, *self._inside(graph)
+        _, values, operations = self._known[id(graph)]
+        places = {v: -1 - k for k, v in enumerate(group.inputs)}
+        rows = []
+        for index in group.operations:
+            op = graph.operations[index]
+            rows.append((operations[index], *[places[v] for v in op.inputs]))
+            for v in op.outputs:
+                places[v] = len(places)
+        return self._number((group.phase, tuple(rows), tuple([values[v] for v in group.inputs]),
+                             tuple([places[v] for v in group.outputs])))
+
+    def _inside(self, graph: PlacementGraph) -> tuple[list[int], list[int]]:
+        values = [self._number(value_signature(value)) for value in graph.values]
+        strategies: dict[int, int] = {}  # by id: equal calls share them
+        for op in graph.operations:
+            if id(op.strategies) not in strategies:
+                strategies[id(op.strategies)] = self._number(op.strategies)
+        return values, [self._number((op.target, op.flops, strategies[id(op.strategies)], *[values[v] for v in op.outputs]))
+                        for op in graph.operations]
+
+    def _number(self, key: Hashable) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
 
 
 def classes_of(
-    groups: Sequence[OpGroup], graph: PlacementGraph, fold: bool = True, marks: Sequence[Hashable] | None = None
+    groups: Sequence[OpGroup], graph: PlacementGraph, fold: bool = True, marks: Sequence[Hashable] | None = None,
+    known: GroupNumbers | None = None,
 ) -> tuple[list[int], list[str]]:
     """(class of every group, name of every class). Classes are numbered in order of appearance.
 
     marks: one per group; equal within a class.
     """
+    known = known or GroupNumbers()
     numbers: dict[Hashable, int] = {}
     names: list[str] = []
     signatures: dict[Hashable, int] = {}
@@ -47,7 +69,7 @@ def classes_of(
     result = []
     for group in groups:
         mark = None if marks is None else marks[group.index]
-        signature = signatures.setdefault((group_signature(group, graph), mark), len(signatures))
+        signature = signatures.setdefault((known.of(group, graph), mark), len(signatures))
         place = (group.block, signature)
         ordinal = seen.get(place, 0)
         seen[place] = ordinal + 1

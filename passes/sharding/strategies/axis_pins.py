@@ -10,8 +10,7 @@ from __future__ import annotations
 from passes.graph.placement_graph import Operation, PlacementGraph
 from passes.hardware.axis import Axis
 from passes.op_rules.base import Strategy
-from passes.sharding.strategies.mesh_strategies import AxisRule
-from passes.sharding.strategies.zero_levels import weights_of
+from passes.sharding.strategies.mesh_strategies import AxisRule, any_strategy
 
 FORCED = ("matmul", "attention", "convolution")
 
@@ -19,9 +18,9 @@ FORCED = ("matmul", "attention", "convolution")
 def axis_rule(axis: Axis, graph: PlacementGraph) -> AxisRule:
     """The strategies of an operation that an axis allows."""
     if axis.name not in ("dp", "tp"):
-        return lambda op, strategy: True
+        return any_strategy
     wanted = axis.name == "dp"
-    weights = set() if wanted else weights_of(graph) | _gradients(graph)
+    weights = set() if wanted else graph.weights | _gradients(graph)
     alone = _of_parameters_alone(graph)
 
     def fits(op: Operation, strategy: Strategy) -> bool:

@@ -8,7 +8,6 @@ from passes.cost_model.cost_terms import Prices
 from passes.graph.placement_graph import PlacementGraph
 from passes.hardware.axis import Axes
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX
-from passes.sharding.grouping.group_symmetry import group_signature
 from passes.sharding.grouping.op_groups import OpGroup, groups_of
 from passes.sharding.strategies.group_strategies import GroupStrategyCache
 from passes.sharding.strategies.mesh_strategies import AxisRule, MeshStrategy, Pin, allowed, strategies_on_mesh
@@ -41,7 +40,7 @@ class AxisStrategies:
 
     def choices(self, group: OpGroup, wanted: Pin | None = None) -> list[MeshStrategy]:
         """Choices of a group. wanted: labels of inputs and outputs that must be included; other choices may be left out."""
-        key = (group_signature(group, self.graph), self.allowed(group), wanted)
+        key = (self._known.numbers.of(group, self.graph), self.allowed(group), wanted)
         if key not in self._memo:
             self._memo[key] = strategies_on_mesh(group, self.graph, self.axes, self.prices, self.rules, wanted,
                                                  self._allowance, self._known)

@@ -22,6 +22,7 @@ import numpy as np
 
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement, Strategy
+from passes.sharding.grouping.group_symmetry import GroupNumbers
 from passes.sharding.grouping.op_groups import SMALL_FRACTION, OpGroup
 from passes.solver.work_limit import WorkLimit
 
@@ -59,10 +60,11 @@ class GroupStrategy:
 class GroupStrategyCache:
     """Joint strategies of equal groups on axes of one size.
 
-    They are searched again where a priced reduction costs something else on an axis.
+    They are searched again where a priced reduction costs something else on an axis. numbers: of equal groups.
     """
 
     def __init__(self) -> None:
+        self.numbers = GroupNumbers()
         self._found: dict[Hashable, list[tuple[dict[int, float], list[GroupStrategy]]]] = {}
 
     def find(self, key: Hashable, reduce_cost: Callable[[int], float],

@@ -19,7 +19,6 @@ from passes.graph.layouts import Layout
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.hardware.axis import Axes
 from passes.op_rules.base import REPLICATE, Strategy, parse_placement
-from passes.sharding.grouping.group_symmetry import group_signature
 from passes.sharding.grouping.op_groups import OpGroup
 from passes.sharding.pricing.redistribution import after_hop
 from passes.sharding.strategies.group_strategies import Ends, GroupStrategy, GroupStrategyCache, strategies_on_axis
@@ -61,6 +60,11 @@ class MeshStrategy:
 AxisRule = Callable[[Operation, Strategy], bool]
 
 
+def any_strategy(op: Operation, strategy: Strategy) -> bool:
+    """The rule of an axis that constrains nothing."""
+    return True
+
+
 def strategies_on_mesh(
     group: OpGroup, graph: PlacementGraph, axes: Axes, prices: Prices, rules: Sequence[AxisRule],
     wanted: Pin | None = None, allowance: WorkLimit | None = None, known: GroupStrategyCache | None = None,
@@ -69,7 +73,7 @@ def strategies_on_mesh(
     be included; other choices may be left out. allowance: once it is spent, there are few. known: joint strategies of equal
     groups."""
     allowance, known = allowance or WorkLimit(math.inf), known or GroupStrategyCache()
-    signature = group_signature(group, graph)
+    number = known.numbers.of(group, graph)
     cost_per_byte = copy(1e9, prices) / 1e9
     cost_per_flop = prices.kernel(1e12, 0.0, "float32", "matmul") / 1e12
     joints: list[list[GroupStrategy]] = []
@@ -77,7 +81,7 @@ def strategies_on_mesh(
         reduce_cost = partial(prices.collective, "all_reduce", k)
         find = partial(strategies_on_axis, group, graph, axis.size, cost_per_byte=cost_per_byte, cost_per_flop=cost_per_flop,
                        allowed=rules[k], allowance=allowance)
-        key = (signature, axis.size, cost_per_byte, cost_per_flop, allowed(group, graph, rules[k]))
+        key = (number, axis.size, cost_per_byte, cost_per_flop, allowed(group, graph, rules[k]))
         found = known.find(key, reduce_cost, find, allowance)
         if wanted is not None:
             found = _fitting(found, wanted, k) or find(reduce_cost, ends=_ends(wanted, k)) or found
@@ -99,7 +103,9 @@ def strategies_on_mesh(
 
 
 def allowed(group: OpGroup, graph: PlacementGraph, rule: AxisRule) -> tuple[bool, ...]:
-    """Strategies of the group's operations that the rule of an axis allows."""
+    """Strategies of the group's operations that the rule of an axis allows; () if that is all of them anyway."""
+    if rule is any_strategy:
+        return ()
     operations = [graph.operations[i] for i in group.operations]
     return tuple(rule(op, s) for op in operations for s in op.strategies)
 

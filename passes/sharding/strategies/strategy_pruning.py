@@ -21,7 +21,6 @@ from passes.hardware.axis import Axes
 from passes.sharding.grouping.op_groups import OpGroup
 from passes.sharding.pricing.redistribution import hops_between
 from passes.sharding.strategies.strategy_product import Combination, Ports, StrategyProduct
-from passes.sharding.strategies.zero_levels import weights_of
 from passes.solver.cheapest_paths import Paths
 from passes.solver.problem import Arc
 from passes.solver.work_limit import WorkLimit
@@ -81,8 +80,7 @@ def undominated(combinations: list[Combination], priced: Sequence[StrategyProduc
     rank = np.argsort(costs.sum(axis=0), kind="stable")[:MOST_COMPARED]
     found, costs = [found[k] for k in rank], costs[:, rank]
     ports = [priced[0].ports(each) for each in found]
-    weights = weights_of(graph)
-    turnings = [_turnings(group, graph, ports, axes, each.prices, weights) for each in priced]
+    turnings = [_turnings(group, graph, ports, axes, each.prices, graph.weights) for each in priced]
     held = np.array([priced[0].saved_bytes(each) for each in found])
 
     def replaces(a: np.ndarray, b: np.ndarray) -> np.ndarray:

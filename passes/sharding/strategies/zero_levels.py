@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from passes.graph.layouts import Layout, legal
-from passes.graph.placement_graph import PlacementGraph, Value
+from passes.graph.placement_graph import Value
 from passes.hardware.axis import Axes, Axis
 from passes.op_rules.base import REPLICATE
 
@@ -85,12 +85,3 @@ def _most_split(layouts: Sequence[Layout], axes: Axes) -> list[Layout]:
 
     most = max(map(parts, layouts))
     return [p for p in layouts if parts(p) == most]
-
-
-def weights_of(graph: PlacementGraph, parameters: set[int] | None = None) -> set[int]:
-    """Parameters as operations read them: as they are stored, or through views and casts. parameters: restrict to these."""
-    found = {v.index for v in graph.values if v.kind == "parameter"} if parameters is None else set(parameters)
-    for op in graph.operations:
-        if not op.heavy and len(op.inputs) == 1 and op.inputs[0] in found:
-            found.update(op.outputs)
-    return found
