@@ -22,6 +22,7 @@ class AnalyzedGraph:
     gm: GraphModule
     inputs: Sequence[GraphInput]
     seconds: dict[str, float] = field(default_factory=dict)
+    _hash: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.interface: GraphSignature = read(GRAPH_SIGNATURE, self.gm)
@@ -40,4 +41,7 @@ class AnalyzedGraph:
         return "\n".join(lines)
 
     def hash(self) -> str:
-        return hashlib.sha256(self.text().encode()).hexdigest()[:16]
+        """Hash of the graph as it was when first asked: before it is rewritten."""
+        if not self._hash:
+            self._hash = hashlib.sha256(self.text().encode()).hexdigest()[:16]
+        return self._hash

@@ -149,9 +149,12 @@ def plan_cache_of(annotated: AnalyzedGraph, options: Options, cluster: Cluster, 
     return PlanCache(plan_database.digest_of(parts), {} if look is None else _prices(look, cluster), options)
 
 
-def _rules(annotated: AnalyzedGraph) -> list[tuple[object, ...]]:
-    """Strategies of each operation, by its sharding rule."""
-    return [(op.strategies, op.heavy, op.linear) for op in annotated.graph.operations]
+def _rules(annotated: AnalyzedGraph) -> list[object]:
+    """Strategies of each operation, by its sharding rule. Those that equal calls share are written once."""
+    operations = annotated.graph.operations
+    shared = {id(op.strategies): op.strategies for op in operations}
+    places = {each: place for place, each in enumerate(shared)}
+    return [*shared.values(), *((places[id(op.strategies)], op.heavy, op.linear) for op in operations)]
 
 
 def _operators(annotated: AnalyzedGraph) -> dict[str, str]:
