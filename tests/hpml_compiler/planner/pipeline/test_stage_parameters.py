@@ -92,8 +92,7 @@ def as_on_one_device(rank, options):
 
 
 @pytest.mark.parametrize(("ranks", "options"), [
-    (2, OPTIONS), (2, {**OPTIONS, "virtual_stages": 2}), (2, ZBV),
-    (4, {**OPTIONS, "mesh": {"pp": 2, "dp": 2}, "zero": 3})])
+    (2, OPTIONS), (2, ZBV), (4, {**OPTIONS, "mesh": {"pp": 2, "dp": 2}, "zero": 3})])
 def test_a_script_does_with_them_what_it_does_on_one_device(launch, ranks, options):
     launch(as_on_one_device, ranks, (options,))
 
