@@ -45,7 +45,6 @@ class Small(nn.Module):
 
 CASES: dict[str, tuple[dict[str, Any], type[nn.Module], tuple, float]] = {
     "1f1b": ({}, Deep, (), 2.0),
-    "a loss outside": ({"schedule": "gpipe"}, Deep, (False,), 2.0),
     "weights later": ({"schedule": "zero_bubble"}, Deep, (), 2.0),
     "numbers of small range": ({}, Deep, (True, True), 2.0**12),
     "another end": ({}, TwoEnds, (), 2.0),
