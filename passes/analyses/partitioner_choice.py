@@ -19,7 +19,7 @@ from passes import compat
 from passes.annotations import write
 from passes.base import AnalysisPass
 from passes.checkpointing.checkpoint_keys import PARTITIONER_CHOICE
-from passes.graph.fx_nodes import arguments_of, constants_of
+from passes.graph.fx_nodes import arguments_of, constants_of, returned_nodes
 from passes.graph.graph_copy import copy_graph
 from passes.graph.placement_graph import PlacementGraph, block_class
 from passes.graph.step_phase import BACKWARD
@@ -40,7 +40,8 @@ class FindPartitionerChoice(AnalysisPass):
 
     def run(self, graph_module: fx.GraphModule) -> None:
         nodes = {node.name: node for node in graph_module.graph.nodes}
-        found = _partitioned(graph_module, self.forward_outputs, False)
+        # In a rewritten graph, equal calls are intentional, such as a second gather of a parameter in backward.
+        found = compat.chosen_by_min_cut(copy_graph(graph_module), self.forward_outputs, deduplicate=False)
         write(PARTITIONER_CHOICE, graph_module, frozenset(_viewed(nodes[node.name]).name for node in found
                                                           if node.name in nodes))
 
@@ -57,7 +58,7 @@ def saved_values(gm: fx.GraphModule, graph: PlacementGraph, forward_outputs: int
     """Indices of the saved values of `graph`, without parameters and inputs, which are in memory anyway."""
     index = {value.name: value.index for value in graph.values}
     found: set[int] = set()
-    for node in _partitioned(gm, forward_outputs, True):
+    for node in compat.chosen_by_min_cut(_up_to_backward(gm, forward_outputs), forward_outputs, deduplicate=True):
         value = index.get(node.name)
         if value is None and (owner := port_of(node)) is not None:
             value = index.get(f"{owner[0].name}.{owner[1]}")
@@ -67,10 +68,23 @@ def saved_values(gm: fx.GraphModule, graph: PlacementGraph, forward_outputs: int
     return frozenset(_where_backward_reads(graph, _alike_in_repeated_blocks(graph, found, numbers), numbers))
 
 
-def _partitioned(gm: fx.GraphModule, forward_outputs: int, deduplicate: bool) -> list[fx.Node]:
-    """Nodes that forward passes to backward. deduplicate: merge equal calls. In a rewritten graph, equal calls
-    are intentional, such as a second gather of a parameter in backward."""
-    return compat.chosen_by_min_cut(copy_graph(gm), forward_outputs, deduplicate=deduplicate)
+def _up_to_backward(gm: fx.GraphModule, forward_outputs: int) -> fx.GraphModule:
+    """A copy for the partitioner with those calls on gradients alone that read forward values, too: on a tangent in place of
+    gradients, and returned as if they were some. The others have no part in its choice, and are a third of a graph."""
+    graph, copies, gradients = fx.Graph(), dict[fx.Node, fx.Node](), set[fx.Node]()
+    tangent = next((x for x in gm.graph.find_nodes(op="placeholder") if "tangents" in str(x.target)), None)
+    output = gm.graph.output_node()
+    for node in gm.graph.nodes:
+        operands = node.all_input_nodes
+        if node.op == "placeholder" and "tangents" in str(node.target) or not gradients.isdisjoint(operands):
+            gradients.add(node)
+        if node is not output and (node.op == "placeholder" or node not in gradients or not gradients.issuperset(operands)):
+            copies[node] = graph.node_copy(node, lambda x: copies[tangent if x in gradients else x])
+    returned = returned_nodes(gm)
+    read = [copy for x, copy in copies.items() if x in gradients and x.op != "placeholder"]
+    forward = [x and copies[x] for x in returned[:forward_outputs]]
+    graph.output([*forward, *(x and copies[x] for x in returned[forward_outputs:] if x not in gradients), *read])
+    return compat.graph_module(gm, graph)
 
 
 def _root(graph: PlacementGraph, index: int) -> int | None:
