@@ -58,7 +58,8 @@ class GraphSnapshot:
     @staticmethod
     def take(graph_module: fx.GraphModule) -> GraphSnapshot:
         rows = tuple(
-            _NodeRecord(n, n.op, n.name, n.target, n.args, n.kwargs, attribute_of(graph_module, n), annotations_of(n))
+            _NodeRecord(n, n.op, n.name, n.target, n.args, n.kwargs,
+                        attribute_of(graph_module, n) if n.op in ("get_attr", "call_module") else None, annotations_of(n))
             for n in graph_module.graph.nodes
         )
         inner = {id(row.attribute): row.attribute for row in rows if isinstance(row.attribute, fx.GraphModule)}

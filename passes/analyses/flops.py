@@ -49,7 +49,8 @@ class Flops(AnalysisPass):
 def _remembered(node: fx.Node, known: dict[Hashable, float]) -> float:
     """FLOPs of a call, cached by its operands' shapes."""
     told = node, *arguments_of(node)
-    if any(isinstance(x, torch.SymInt) for each in told for x in pytree.tree_leaves(each.meta.get("val"))):
+    if any(isinstance(x, torch.SymInt) for each in told if not isinstance(value := each.meta.get("val"), torch.Tensor)
+           for x in pytree.tree_leaves(value)):
         return node_flops(node)  # depends on more than shapes
     key = node.target, constants_of(node), tuple(read(SHAPES, each) for each in told)
     if key not in known:

@@ -58,7 +58,8 @@ class Shapes(AnalysisPass):
     def run(self, graph_module: fx.GraphModule) -> None:
         for node in graph_module.graph.nodes:
             if _is_value(node):
-                leaves = pytree.tree_leaves(self._value(graph_module, node))
+                value = self._value(graph_module, node)
+                leaves = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
                 tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
                 write(SHAPES, node, tuple(tensor_spec(tensor, self.unbacked_size) for tensor in tensors))
 

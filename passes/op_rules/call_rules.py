@@ -5,7 +5,7 @@ import logging
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Node, map_arg
 
 from passes.compat import depends_on_data, pytree, size_hint, static_int
 from passes.op_rules.base import Call, Operand, Rule, Spec
@@ -34,8 +34,9 @@ def results_of(node: Node) -> list[Any]:
 
 def operand_nodes(node: Node) -> list[Node]:
     """Nodes among the arguments that stand for tensors, in the order of tree_leaves; a node may occur twice."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
-    return [x for x in leaves if isinstance(x, Node) and isinstance(x.meta.get("val"), torch.Tensor)]
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), lambda x: found.append(x) or x)
+    return [x for x in found if isinstance(x.meta.get("val"), torch.Tensor)]
 
 
 def call_of(node: Node) -> Call:
