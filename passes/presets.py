@@ -92,9 +92,10 @@ def deciding(conditions: SearchConfig, mesh: Mapping[str, int] | None, pins: Map
     return manager
 
 
-def building_storage_program(tape: BuildStorageProgram) -> PassManager:
+def building_storage_program(builder: BuildStorageProgram) -> PassManager:
     """Build the storage program of a joint graph that is ready to be partitioned."""
-    return PassManager((*((ChannelsLast(), UnaliasCat()) if tape.fuses else ()), HoistToForward(), Shapes(), Flops(), tape))
+    return PassManager((*((ChannelsLast(), UnaliasCat()) if builder.fuses else ()), HoistToForward(), Shapes(), Flops(),
+                        builder))
 
 
 def counting_microbatches(microbatches: Microbatches) -> PassManager:
@@ -193,7 +194,8 @@ def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forwar
     the graph passes already sliced, per `batch_slices_of`.
     """
     passes: list[Pass] = [
-        AdoptPlacements(decision), Shard(groups, asks=compiler == "inductor"), Deduplicate(), HoistBatchSlice(tuple(outside)),
+        AdoptPlacements(decision), Shard(groups, at_run_time=compiler == "inductor"), Deduplicate(),
+        HoistBatchSlice(tuple(outside)),
         BucketGradients(soon=compact, by_block=by_block), PrefetchAllGather(ahead=ahead),
         UnaliasGradients(tuple(kept_gradients), forward_outputs or 0, compact)]
     if compiler == "inductor":

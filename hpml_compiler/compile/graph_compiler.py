@@ -81,10 +81,10 @@ class GraphCompiler:
         self.made = GraphDecisions(self.given, self.inputs, self.options, self.sharing, self.entry)
         self.earlier = GraphCache(self.gm, CacheInputs.of(self.inputs, self.given), self.options, self.sharing)
         planned_before = len(self.session.graphs)
-        if self.earlier.found is not None:
-            self._as_in(self.earlier.found.running)
+        if self.earlier.entry is not None:
+            self._as_in(self.earlier.entry.running)
         try:
-            function = self.all_ranks.whole(self.trace)
+            function = self.all_ranks.compile_all(self.trace)
         except Exception:
             del self.session.graphs[planned_before:]  # all ranks drop plans of graphs that failed, and may compile them again
             raise
@@ -123,7 +123,7 @@ class GraphCompiler:
     # -- callbacks of AOTAutograd --------------------------------------------------------------------------------------
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-        found = self.earlier.found
+        found = self.earlier.entry
         if found is None:
             run_named_passes(self.options.passes, joint)
             self.earlier.note_results(joint, num_fwd_outputs)
@@ -153,7 +153,7 @@ class GraphCompiler:
             return self.lowering.backward(gm, inputs)
 
     def _inference(self, gm: GraphModule, _: Any) -> Call:
-        if self.earlier.found is not None:
+        if self.earlier.entry is not None:
             graph = self._restored()
             self.all_ranks.agreed = not isinstance(graph, StepProgram)
         else:
@@ -164,7 +164,7 @@ class GraphCompiler:
         self.earlier.note_forward()
         with self.entry.doing("compile forward", "compiling forward"):
             if isinstance(graph, StepProgram):
-                call = StepRuntime(self.options, graph, shares=self.earlier.found is None).inference()
+                call = StepRuntime(self.options, graph, shares=self.earlier.entry is None).inference()
             else:
                 call = self.lowering.inference(graph)
         return self.holding.around(gm, call)
@@ -184,7 +184,7 @@ class GraphCompiler:
         self._planned(made.decide(joint, forward_outputs, traced))
         whole = self._whole_step(traced, forward_outputs)
         program = made.program(joint, made.decided, whole is not None)
-        self.holding.note(made.takes.held)
+        self.holding.note(made.takes.unsharded)
         if program is not None:
             self.program = StepRuntime(self.options, program, whole)
             self.earlier.note(program, program.parts.saved, self._finish(traced))
@@ -205,11 +205,11 @@ class GraphCompiler:
         if made.stages is not None and any(owner_of(x) is not None for x in self.given):
             program = made.evaluation(copy_graph(gm))
             if program is not None:
-                self.holding.note(made.takes.held)
+                self.holding.note(made.takes.unsharded)
                 return program
         decided = made.decide_inference(gm)
         self._planned(decided)
-        self.holding.note(made.takes.held)
+        self.holding.note(made.takes.unsharded)
         made.rewrite(gm, decided, None)
         self.all_ranks.agreed = True
         self._finish(None)
@@ -256,7 +256,7 @@ class GraphCompiler:
         """Metadata for the runtime wrapper, once the graph is compiled."""
         made, decided = self.made, self.made.decided
         takes = replace(made.takes, gathered=frozenset(self.inputs.gathered), written=frozenset(self.inputs.written))
-        if self.earlier.found is not None:
+        if self.earlier.entry is not None:
             return takes
         takes = replace(takes, decision=decided.decision)
         if made.stages is not None or decided.planned is None or decided.step is None:
@@ -268,7 +268,7 @@ class GraphCompiler:
     def _as_in(self, earlier: RuntimeMetadata) -> None:
         """Restore the decisions of an earlier launch, as if they had just been made."""
         self.made.restore(earlier)
-        self.holding.note(earlier.held)
+        self.holding.note(earlier.unsharded)
         self.all_ranks.agreed = self.made.stages is None
         entry = earlier.entry
         if entry is None:

@@ -54,13 +54,13 @@ class Monitor:
         self.inputs: dict[int, list[torch.Tensor]] = {}
         """Parameters by graph, during the one step at whose end their bytes are counted. (Longer-lived weak references would
         not do: `model.to(...)` cannot swap a placed parameter that has one.)"""
-        self.held: dict[str, int] | None = None
+        self.resident_bytes: dict[str, int] | None = None
         self.report: Report | None = None
         self.active = True
         """True while graph calls and optimizer steps are recorded: not between windows, and not after an error."""
         self.stopped = False
         self._steps_to_wait = 0
-        self._look_at_held = self._disturbs_next = False
+        self._count_resident = self._disturbs_next = False
         self._waited, self._writer = 0, None
         self._warned: set[str] = set()
 
@@ -129,7 +129,7 @@ class Monitor:
         begun = self.recorder.graph_begins(graph, backward)
         if not self.active:  # the window ended with the previous step
             return None
-        if self._look_at_held and not backward and graph not in self.inputs:
+        if self._count_resident and not backward and graph not in self.inputs:
             self.inputs[graph] = [each for each in arguments if isinstance(each, torch.nn.Parameter)]
         entered = None
         if self.profiling.is_wanted:
@@ -152,13 +152,13 @@ class Monitor:
 
     def _optimizer_ends(self) -> None:
         self.recorder.optimizer_ends()
-        if self._look_at_held:
-            self._look_at_held, self._disturbs_next = False, True
-            self.held = held_bytes(self.optimizers, [each for found in self.inputs.values() for each in found])
+        if self._count_resident:
+            self._count_resident, self._disturbs_next = False, True
+            self.resident_bytes = held_bytes(self.optimizers, [each for found in self.inputs.values() for each in found])
             self.inputs.clear()
         if self.profiling.is_running:
             self._disturbs_next = True
-            held = self.held or {}
+            held = self.resident_bytes or {}
             self.profiling.optimizer_ended(self.recorder.step, held.get("parameters", 0) + held.get("optimizer", 0))
 
     def _start_profile(self) -> StepProfile:
@@ -173,8 +173,8 @@ class Monitor:
         samples = self.window.samples
         if len(samples) == 1:
             self.power.begin()
-        if samples and self.held is None and len(samples) == FEWEST:
-            self._look_at_held = True
+        if samples and self.resident_bytes is None and len(samples) == FEWEST:
+            self._count_resident = True
             self.profiling.want(samples[-1])
         if enough and self._may_say(self._make_report()):
             self._steps_to_wait = self.window.close() * step.optimizer_steps
@@ -226,10 +226,10 @@ class Monitor:
         return profiled, "" if profiled is None else "tensors allocated in one profiled step"
 
     def _memory_parts(self, prediction: PredictedStep, peak_bytes: int | None) -> tuple[PredictedFigure, ...]:
-        if peak_bytes is None or self.held is None:
+        if peak_bytes is None or self.resident_bytes is None:
             return ()
-        rest = max(peak_bytes - sum(self.held.values()), 0)
-        return compared(prediction.parts_bytes, {**self.held, "activations": rest})
+        rest = max(peak_bytes - sum(self.resident_bytes.values()), 0)
+        return compared(prediction.parts_bytes, {**self.resident_bytes, "activations": rest})
 
     def _named(self, runs: Iterable[GraphRuns]) -> str:
         return ", ".join(f"{self.costs[run.graph].name} ({run.forward} forward, {run.backward} backward)" for run in runs)

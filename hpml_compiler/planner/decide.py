@@ -67,8 +67,8 @@ def decide(step: StepProblem, ranks: Ranks, strict: bool = True) -> DecidedStep:
         find = partial(microbatch_placement, step.annotated.graph, step.microbatches, solver_options(step.options),
                        step.allowance)
         times = ranks.agreed("planning microbatches", find)
-        if times is None and step.whole is not None:
-            step = replace(step, analyze=step.whole, microbatches=1)
+        if times is None and step.analyze_full is not None:
+            step = replace(step, analyze=step.analyze_full, microbatches=1)
     if step.options.stage_ranks > 1:
         return _in_stages(step, ranks, times)
     if ranks.size == 1 and (ranks.running or step.sharing is not None):
@@ -111,7 +111,7 @@ def _on_devices(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | No
             choice = GatherChoice(record, step.annotated, times, step.cluster, options, repeats)
             limit = memory_limit(options, step.cluster)
             record = choice.within(limit)[1] if planned.repeats is None else choice.record_of(planned.repeats)
-        return record if planned.kept is None else with_checkpointing(record, planned.kept, options)
+        return record if planned.checkpointing is None else with_checkpointing(record, planned.checkpointing, options)
 
     fitting = FittingSearch(options, step.cluster, finish, memory_model_in_time(times, loss_of(step.annotated.gm) is not None))
     request = PlacementRequest(step.annotated, options, step.cluster, step.name, step.fixed_mesh, step.rows,
@@ -119,7 +119,7 @@ def _on_devices(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | No
     planned, record = ranks.place(request, lambda request: request.place(
         step.allowance, fitting, trial, _checkpointing_of(given, step), hurried=ranks.running))
     gathers = repeats_in(record.microbatches, step.annotated.interface.names)
-    decision = StepDecision(planned.mesh, planned.decision, times, gathers, checkpointing=planned.kept,
+    decision = StepDecision(planned.mesh, planned.decision, times, gathers, checkpointing=planned.checkpointing,
                             pinned=pinned_by(options))
     return DecidedStep(decision, step, replace(planned, record=record), record)
 

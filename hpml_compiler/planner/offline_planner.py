@@ -97,7 +97,7 @@ class OfflinePlanner:
                                                 leaves=False),
             traced.forward_outputs, self.options, self.cluster, allowance, count, traced, folded=folded)
         if count > 1 and folded is None:
-            step = replace(step, whole=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs))
+            step = replace(step, analyze_full=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs))
         if not self.options.chooses_saved:
             return step
         sharing = self._sharing(step)
@@ -118,7 +118,7 @@ class OfflinePlanner:
         if decided.fullest is not None:
             self.graphs[step.name] = decided.fullest
         elif sharing is not None and kept is not None:
-            held = sharing.whole if planned is None else DryRun(step, decision.microbatches).held(planned)
+            held = sharing.replicated if planned is None else DryRun(step, decision.microbatches).memory(planned)
             self.graphs[step.name] = replace(held, saved=kept.saved_bytes)
         if record is None:
             assert kept is not None, "one device is planned at once without a budget"

@@ -61,8 +61,8 @@ class StepDecision:
                                              f"{len(self.gathers.reduced)} gradients reduced in each microbatch",
                  "stages": self.stages and f"{self.stages.count} under {self.schedule}",
                  "checkpointing": self.checkpointing and f"{len(self.checkpointing.names)} values saved, "
-                                                         f"{self.checkpointing.again} calls recomputed",
-                 "stage checkpointing": ", ".join(f"{each.again} calls recomputed" for each in self.stage_checkpointing)}
+                                                         f"{self.checkpointing.recomputed} calls recomputed",
+                 "stage checkpointing": ", ".join(f"{each.recomputed} calls recomputed" for each in self.stage_checkpointing)}
         return "\n".join(f"{name}: {text} ({'pinned' if name in self.pinned else 'decided'})"
                          for name, text in parts.items() if text)
 

@@ -39,10 +39,10 @@ def moments_of(graphs: Sequence[GraphPlan], update_bytes: float, device: str, re
 
 
 def _timeline(graph: GraphPlan, trace: MemoryTrace) -> GraphTimeline:
-    tape = trace.tape
+    program = trace.program
     return GraphTimeline(
         _moments(graph, trace, trace.forward), _moments(graph, trace, trace.backward),
-        tape.microbatches.in_flight * tape.bytes_of(trace.kept | tape.returned), tape.bytes_of(tape.gradients))
+        program.microbatches.in_flight * program.bytes_of(trace.saved | program.returned), program.bytes_of(program.gradients))
 
 
 def _moments(graph: GraphPlan, trace: MemoryTrace, phase: PhaseTimeline) -> tuple[Peak, ...]:

@@ -71,9 +71,9 @@ class BuildStorageProgram(AnalysisPass):
     recompute: Pins = ()
 
     def run(self, graph_module: GraphModule) -> None:
-        tape = replace(_StorageProgramReader(graph_module, self).tape(), microbatches=self.microbatches)
-        tape = pin_recomputation(tape, self.recompute) if self.recompute else tape
-        write(STORAGE_PROGRAM, graph_module, fold_layers(tape, self.lists, self.layers) if self.lists else tape)
+        program = replace(_StorageProgramReader(graph_module, self).program(), microbatches=self.microbatches)
+        program = pin_recomputation(program, self.recompute) if self.recompute else program
+        write(STORAGE_PROGRAM, graph_module, fold_layers(program, self.lists, self.layers) if self.lists else program)
 
 
 class _StorageProgramReader:
@@ -91,7 +91,7 @@ class _StorageProgramReader:
         self.backward: set[Node] = set()
         self.blocks = assign_blocks(gm)
 
-    def tape(self) -> StorageProgram:
+    def program(self) -> StorageProgram:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder" or node.op == "get_attr":
                 self._given(node)
@@ -100,11 +100,11 @@ class _StorageProgramReader:
         outputs = list(self.gm.graph.output_node().args[0])
         returned = frozenset(self._numbers(outputs[: self.forward_outputs]))
         gradients = frozenset(self._numbers(outputs[self.forward_outputs:]))
-        there = {s for s, storage in enumerate(self.storages) if storage.given == "forward"}
+        there = {s for s, storage in enumerate(self.storages) if storage.input_phase == "forward"}
         if self.received is not None:  # nobody has them until backward: they are sent on, or collected, when forward is over
             self.runs.append(ProgramOp(SEND, False, 0.0, tuple(returned - there), ()))
             returned = frozenset[int]()
-        named = tuple(replace(storage, name=base, said=said)
+        named = tuple(replace(storage, name=base, pinned=said)
                       for storage, base, said in zip(self.storages, self.bases, self.said, strict=True))
         return StorageProgram(tuple(self.runs), named, returned - there, gradients - there)
 
@@ -181,11 +181,11 @@ class _StorageProgramReader:
             pointwise and (self.device or leaves[0].device.type) == "cpu" and is_costly(node.target), self.blocks[node],
             _workspace(node, leaves, self.device), "reduce_scatter" in packet_name(node.target),
             scratch_bytes=scratch_bytes(node),
-            multiplies_activations="bmm" in packet_name(node.target) and not any(self.storages[s].given for s in reads),
+            multiplies_activations="bmm" in packet_name(node.target) and not any(self.storages[s].input_phase for s in reads),
             of_backward=node.meta.get("partitioner_tag") == "is_backward"))
 
     def _gathers_inputs(self, node: Node, reads: tuple[int, ...]) -> bool:
-        return "all_gather" in packet_name(node.target) and all(self.storages[s].given for s in reads)
+        return "all_gather" in packet_name(node.target) and all(self.storages[s].input_phase for s in reads)
 
     def _is_repeatable(self, node: Node) -> bool:
         return is_recomputable(node) and (

@@ -1,4 +1,4 @@
-"""Activation checkpointing as an integer linear program, linearized around a memory trace.
+"""Activation checkpointing as an integer linear ilp, linearized around a memory trace.
 
 Variables
     keep[v] in {0,1}    storage v is saved by forward
@@ -66,71 +66,71 @@ def solve(around: MemoryTrace, budget_bytes: float | None, options: SolverOption
           ) -> Choice | None:
     """The choice with the least cost in time; without a budget, with the lowest peak. None: infeasible by (3).
     offloading: allow it where possible."""
-    program = build_checkpoint_ilp(around, budget_bytes, offloading)
-    allowance.spend("coefficient", sum(map(len, rows_of(program.model))))
-    outcome = run(program.model, options, integer=True, allowance=allowance, start=False)
-    return program.choice() if outcome.state in ("optimal", "feasible") else None
+    ilp = build_checkpoint_ilp(around, budget_bytes, offloading)
+    allowance.spend("coefficient", sum(map(len, rows_of(ilp.model))))
+    outcome = run(ilp.model, options, integer=True, allowance=allowance, start=False)
+    return ilp.choice() if outcome.state in ("optimal", "feasible") else None
 
 
 def build_checkpoint_ilp(around: MemoryTrace, budget_bytes: float | None, offloading: bool = True) -> CheckpointILP:
-    tape = around.tape
-    offloadable = tape.offloadable if offloading else frozenset[int]()
+    program = around.program
+    offloadable = program.offloadable if offloading else frozenset[int]()
     model = pulp.LpProblem("keeping", pulp.LpMinimize)
-    runs = sorted({tape.maker(v) for v in tape.candidates if tape.repeatable(v)})
-    program = CheckpointILP(
+    runs = sorted({program.maker(v) for v in program.candidates if program.repeatable(v)})
+    ilp = CheckpointILP(
         model,
-        {v: model.add_variable(f"keep_{v}", 0, int(v not in tape.never_kept), pulp.LpInteger) for v in tape.candidates},
-        {v: model.add_variable(f"away_{v}", cat=pulp.LpBinary) for v in tape.candidates if v in offloadable},
+        {v: model.add_variable(f"keep_{v}", 0, int(v not in program.never_saved), pulp.LpInteger) for v in program.candidates},
+        {v: model.add_variable(f"away_{v}", cat=pulp.LpBinary) for v in program.candidates if v in offloadable},
         {o: model.add_variable(f"again_{o}", 0, 1) for o in runs},
         model.add_variable("peak", 0),
     )
-    us = {**{program.again[o]: tape.us_of(o) for o in runs},
-          **{x: tape.save_us_of(v) for v, x in program.keep.items()},
-          **{x: tape.offload_us_of(v) for v, x in program.away.items()}}
+    us = {**{ilp.again[o]: program.us_of(o) for o in runs},
+          **{x: program.save_us_of(v) for v, x in ilp.keep.items()},
+          **{x: program.offload_us_of(v) for v, x in ilp.away.items()}}
     if budget_bytes is None:
         unit = max(around.peak, 1)
-        model.setObjective(pulp.LpAffineExpression({program.peak: 1e3, **{x: 1e-3 * c / _most(us) for x, c in us.items()}}))
+        model.setObjective(pulp.LpAffineExpression({ilp.peak: 1e3, **{x: 1e-3 * c / _most(us) for x, c in us.items()}}))
     else:
         unit = max(budget_bytes, 1)
         model.setObjective(pulp.LpAffineExpression({x: 1e3 * c / _most(us) for x, c in us.items()}))
-        program.peak.upBound = 1.0
-    _read(program, tape)
-    _need(program, tape)
-    _peak(program, around, unit)
-    return program
+        ilp.peak.upBound = 1.0
+    _read(ilp, program)
+    _need(ilp, program)
+    _peak(ilp, around, unit)
+    return ilp
 
 
-def _read(program: CheckpointILP, tape: StorageProgram) -> None:
+def _read(ilp: CheckpointILP, program: StorageProgram) -> None:
     """(1) Storages that backward reads are saved, offloaded or recomputed."""
-    for v in tape.wanted:
-        program.model.addConstraint(_there(program, tape, v) >= 1, f"read_{v}")
+    for v in program.wanted:
+        ilp.model.addConstraint(_there(ilp, program, v) >= 1, f"read_{v}")
 
 
-def _need(program: CheckpointILP, tape: StorageProgram) -> None:
+def _need(ilp: CheckpointILP, program: StorageProgram) -> None:
     """(2) Operands of recomputed ops are available."""
-    for o, again in program.again.items():
-        for v in tape.runs[o].reads:
-            if v in program.keep:
-                program.model.addConstraint(_there(program, tape, v) >= again, f"need_{o}_{v}")
+    for o, again in ilp.again.items():
+        for v in program.runs[o].reads:
+            if v in ilp.keep:
+                ilp.model.addConstraint(_there(ilp, program, v) >= again, f"need_{o}_{v}")
 
 
-def _there(program: CheckpointILP, tape: StorageProgram, v: int) -> pulp.LpAffineExpression:
+def _there(ilp: CheckpointILP, program: StorageProgram, v: int) -> pulp.LpAffineExpression:
     """Saved or, if possible, offloaded or recomputed."""
-    ways = program.keep[v], program.away.get(v), program.again.get(tape.maker(v)) if tape.repeatable(v) else None
+    ways = ilp.keep[v], ilp.away.get(v), ilp.again.get(program.maker(v)) if program.repeatable(v) else None
     return pulp.lpSum(way for way in ways if way is not None)
 
 
-def _peak(program: CheckpointILP, around: MemoryTrace, unit: float) -> None:
+def _peak(ilp: CheckpointILP, around: MemoryTrace, unit: float) -> None:
     """(3) Bytes at the highest moments, in units of the budget (or of the trace's peak)."""
-    rows = [*_forward_rows(program, around), *_backward_rows(program, around)]
-    if around.tape.between_bytes:
-        rows.append(_between_row(program, around))
+    rows = [*_forward_rows(ilp, around), *_backward_rows(ilp, around)]
+    if around.program.between_bytes:
+        rows.append(_between_row(ilp, around))
     least = CLOSE * min(around.peak, unit)
     rows = sorted((row for row in rows if row[0] >= least), key=lambda row: -row[0])[:MOST_ROWS]
     for number, (_, written) in enumerate(rows):
         constant, terms = written()
         held = pulp.LpAffineExpression({x: nbytes / unit for x, nbytes in terms.items()}, constant / unit)
-        program.model.addConstraint(held <= program.peak, f"peak_{number}")
+        ilp.model.addConstraint(held <= ilp.peak, f"peak_{number}")
 
 
 Held = tuple[int, dict[pulp.LpVariable, int]]
@@ -139,84 +139,84 @@ Row = tuple[int, Callable[[], Held]]
 """Bytes of the trace; a function that builds the row, which is expensive, and done for few of them."""
 
 
-def _forward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]:
+def _forward_rows(ilp: CheckpointILP, around: MemoryTrace) -> Iterator[Row]:
     """Saved storages stay from their producer on; the others live as in the trace."""
-    tape, phase = around.tape, around.forward
-    made = {s: position for position, number in enumerate(phase.order) for s in tape.runs[number].makes}
+    program, phase = around.program, around.forward
+    made = {s: position for position, number in enumerate(phase.order) for s in program.runs[number].makes}
     lives = {life.storage: life for life in phase.lives}
     end = len(phase.order)
     read: dict[int, int] = {}
     for position, number in enumerate(phase.order):
-        read.update(dict.fromkeys(tape.runs[number].reads, position))
-    others = {s: (phase.position(_section(tape, s)[0]), (tape.copies[s] - 1) * tape.storages[s].nbytes)
-              for s in {*program.keep, *tape.returned} if tape.copies[s] > 1}
+        read.update(dict.fromkeys(program.runs[number].reads, position))
+    others = {s: (phase.position(_section(program, s)[0]), (program.copies[s] - 1) * program.storages[s].nbytes)
+              for s in {*ilp.keep, *program.returned} if program.copies[s] > 1}
 
     def held(position: int) -> Held:
         constant, terms = phase.workspace_bytes[position], {}
-        constant += _add_others(program, around, tape.microbatches.others(False, around.kept_bytes), terms)
+        constant += _add_others(ilp, around, program.microbatches.others(False, around.saved_bytes), terms)
         for s, (start, nbytes) in others.items():  # of layers that are over
-            if position >= start and s in program.keep:
-                terms[program.keep[s]] = terms.get(program.keep[s], 0) + nbytes
+            if position >= start and s in ilp.keep:
+                terms[ilp.keep[s]] = terms.get(ilp.keep[s], 0) + nbytes
             elif position >= start:
                 constant += nbytes
         for s, life in lives.items():
-            if s in program.keep:
+            if s in ilp.keep:
                 continue
             if life.first <= position <= life.last:
-                constant += tape.storages[s].nbytes
-        for s, x in program.keep.items():
-            first, nbytes = made.get(s, end), tape.storages[s].nbytes
+                constant += program.storages[s].nbytes
+        for s, x in ilp.keep.items():
+            first, nbytes = made.get(s, end), program.storages[s].nbytes
             if first > position:
                 continue
             if position <= read.get(s, -1) and s in lives:  # it is in memory at this moment, saved or not
                 constant += nbytes
             else:
                 terms[x] = terms.get(x, 0) + nbytes
-                if s in program.away and position <= max(first, read.get(s, -1)):
-                    terms[program.away[s]] = nbytes
+                if s in ilp.away and position <= max(first, read.get(s, -1)):
+                    terms[ilp.away[s]] = nbytes
         return constant, terms
 
     yield from ((phase.nbytes[position], partial(held, position)) for position in _tops(phase))
 
 
-def _backward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]:
+def _backward_rows(ilp: CheckpointILP, around: MemoryTrace) -> Iterator[Row]:
     """Saved storages stay until their last read in the trace; recomputed or offloaded ones, from their first read there on."""
-    tape, phase = around.tape, around.backward
+    program, phase = around.program, around.backward
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, number in enumerate(phase.order):
-        for s in tape.runs[number if number >= 0 else -1 - number].reads:
+        for s in program.runs[number if number >= 0 else -1 - number].reads:
             first.setdefault(s, position)
             last[s] = position
-    made = {s: position for position, number in enumerate(phase.order) if number < 0 for s in tape.runs[-1 - number].makes}
+    made = {s: position for position, number in enumerate(phase.order) if number < 0 for s in program.runs[-1 - number].makes}
     lives = {life.storage: life for life in phase.lives}
     stretches = {stretch.stand_in: stretch for stretch in phase.stretches}
-    others = {s: (tape.copies[s] - 1) * tape.storages[s].nbytes for s in program.keep if s not in tape.returned}
-    returned = sum((tape.copies[s] - 1) * tape.storages[s].nbytes for s in tape.returned)
+    others = {s: (program.copies[s] - 1) * program.storages[s].nbytes for s in ilp.keep if s not in program.returned}
+    returned = sum((program.copies[s] - 1) * program.storages[s].nbytes for s in program.returned)
 
     def held(position: int, last_layer: FoldedLayer | None) -> Held:
         over = {each for each, stretch in stretches.items() if position >= stretch.end or each == last_layer}
         constant, terms = phase.workspace_bytes[position] + returned + sum(stretches[each].made for each in over), {}
         later = dict[pulp.LpVariable, int]()
-        constant += _add_others(program, around, tape.microbatches.others(True, around.kept_bytes), later)
+        constant += _add_others(ilp, around, program.microbatches.others(True, around.saved_bytes), later)
         for s, life in lives.items():
-            if s not in program.keep and life.first <= position <= life.last:
-                constant += tape.storages[s].nbytes
-        for s, x in program.keep.items():
-            nbytes = tape.storages[s].nbytes
+            if s not in ilp.keep and life.first <= position <= life.last:
+                constant += program.storages[s].nbytes
+        for s, x in ilp.keep.items():
+            nbytes = program.storages[s].nbytes
             life = lives.get(s)
             end = max(last.get(s, -1), life.last if life is not None else -1)
-            if end >= 0 and others.get(s) and tape.stand_in_of[tape.maker(s)] not in over:
+            if end >= 0 and others.get(s) and program.stand_in_of[program.maker(s)] not in over:
                 terms[x] = others[s]  # of layers still to come
             if position <= end:
                 terms[x] = terms.get(x, 0) + nbytes
                 if min(first.get(s, end), made.get(s, end)) > position:
                     continue
-                if s in program.away:
-                    terms[program.away[s]] = nbytes
+                if s in ilp.away:
+                    terms[ilp.away[s]] = nbytes
                 inlined = s in made and life is None  # recomputed inside its readers
-                if not inlined and tape.repeatable(s):
-                    again = program.again[tape.maker(s)]
+                if not inlined and program.repeatable(s):
+                    again = ilp.again[program.maker(s)]
                     terms[again] = terms.get(again, 0) + nbytes
         for x, nbytes in later.items():
             terms[x] = terms.get(x, 0) + nbytes
@@ -234,29 +234,29 @@ def _moments(phase: PhaseTimeline) -> Iterator[tuple[int, FoldedLayer | None]]:
                 yield position, stretch.stand_in
 
 
-def _add_others(program: CheckpointILP, around: MemoryTrace, others: OtherMicrobatches,
+def _add_others(ilp: CheckpointILP, around: MemoryTrace, others: OtherMicrobatches,
                 terms: dict[pulp.LpVariable, int]) -> int:
     """Memory of other microbatches: adds their saved values to the terms, and returns the bytes of the rest."""
     if others.in_flight:
-        for v, x in program.keep.items():
-            terms[x] = terms.get(x, 0) + others.in_flight * around.tape.bytes_of([v])
+        for v, x in ilp.keep.items():
+            terms[x] = terms.get(x, 0) + others.in_flight * around.program.bytes_of([v])
     return others.saved_bytes + others.gradient_bytes
 
 
-def _between_row(program: CheckpointILP, around: MemoryTrace) -> Row:
+def _between_row(ilp: CheckpointILP, around: MemoryTrace) -> Row:
     """Saved storages are all in memory after forward."""
-    tape = around.tape
-    constant = tape.bytes_of(tape.returned) + tape.between_bytes
-    number = tape.microbatches.in_flight
+    program = around.program
+    constant = program.bytes_of(program.returned) + program.between_bytes
+    number = program.microbatches.in_flight
     return around.between, lambda: (
-        constant, {x: nbytes for s, x in program.keep.items()
-                   if (nbytes := (number - (s in tape.returned)) * tape.bytes_of([s]))})
+        constant, {x: nbytes for s, x in ilp.keep.items()
+                   if (nbytes := (number - (s in program.returned)) * program.bytes_of([s]))})
 
 
-def _section(tape: StorageProgram, storage: int) -> tuple[int, int]:
+def _section(program: StorageProgram, storage: int) -> tuple[int, int]:
     """For a storage of a folded layer: the ops of the phase that writes it."""
-    maker = tape.maker(storage)
-    stand_in = tape.stand_in_of[maker]
+    maker = program.maker(storage)
+    stand_in = program.stand_in_of[maker]
     assert stand_in is not None, "its maker has layers"
     return next(section for section in (stand_in.forward, stand_in.backward) if section[0] <= maker < section[1])
 

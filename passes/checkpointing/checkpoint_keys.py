@@ -14,7 +14,8 @@ STORAGE_PROGRAM: Key[StorageProgram] = Key("storage_program", StorageProgram, sc
 @dataclass(frozen=True)
 class CheckpointDecision:
     """names: forward nodes whose results are saved; every other forward value that backward reads is
-    recomputed. again: number of recomputed calls; again_us: their time. forward_bytes, backward_bytes: peak bytes of a call
+    recomputed. recomputed: number of recomputed calls; recompute_us: their time. forward_bytes,
+    backward_bytes: peak bytes of a call
     besides its inputs; after_bytes: while its gradients are used; saved_bytes: between forward and backward. All of
     these include other users' bytes meanwhile. budget_bytes: the limit for a call. seconds: time of the decision.
     offloaded: those of `names` that are out of the device's memory between forward and backward; offloaded_bytes: their
@@ -22,8 +23,8 @@ class CheckpointDecision:
     they are read."""
 
     names: frozenset[str]
-    again: int
-    again_us: float
+    recomputed: int
+    recompute_us: float
     forward_bytes: int
     backward_bytes: int
     saved_bytes: int

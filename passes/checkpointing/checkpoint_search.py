@@ -56,14 +56,14 @@ class CheckpointSolution:
 
     @property
     def storages(self) -> frozenset[int]:
-        return self.walk.kept
+        return self.walk.saved
 
     @property
     def offloaded(self) -> frozenset[int]:
         return self.walk.offloaded
 
 
-def choose_saved(tape: StorageProgram, budget_bytes: float, options: SolverOptions | None = None,
+def choose_saved(program: StorageProgram, budget_bytes: float, options: SolverOptions | None = None,
                  suggested: Iterable[frozenset[int]] = (), allowance: WorkLimit | None = None,
                  alike: bool = False) -> CheckpointSolution:
     """Storages to save. suggested: choices by others; the first of them is taken if it fits. allowance: replaces the
@@ -72,13 +72,13 @@ def choose_saved(tape: StorageProgram, budget_bytes: float, options: SolverOptio
     Raises BudgetTooSmall, with the smallest number of bytes that was found to work.
     """
     options = options or SolverOptions()
-    search = _CheckpointSearch(tape, budget_bytes, options, allowance or WorkLimit(options.seconds))
+    search = _CheckpointSearch(program, budget_bytes, options, allowance or WorkLimit(options.seconds))
     for kept in suggested:
         if search.look(kept).peak <= budget_bytes:
             return search.answer()
-    least = search.look(frozenset(s for s in tape.candidates if not tape.runs[tape.maker(s)].inlined))
+    least = search.look(frozenset(s for s in program.candidates if not program.runs[program.maker(s)].inlined))
     search.improve(offloading=False)
-    if tape.offloadable:  # a separate program: it is twice as large, and finds less in its time
+    if program.offloadable:  # a separate program: it is twice as large, and finds less in its time
         search.improve(offloading=True)
     if search.best() is None:
         search.start_from_layers(least)
@@ -90,11 +90,11 @@ def choose_saved(tape: StorageProgram, budget_bytes: float, options: SolverOptio
     if best is None:
         raise BudgetTooSmall(
             f"a call of this graph needs at least {least.peak} bytes besides its inputs, even with recomputation"
-            f"{' and offloading' if tape.offloadable else ''}; {max(budget_bytes, 0):.0f} are left", "memory_budget",
+            f"{' and offloading' if program.offloadable else ''}; {max(budget_bytes, 0):.0f} are left", "memory_budget",
             "give more bytes, fewer rows or more devices",
             least)
     search.keep_more(best)
-    if tape.stand_ins:
+    if program.stand_ins:
         return _shared_out(search, search.answer())
     return search.answer_alike() if alike else search.answer()
 
@@ -104,20 +104,20 @@ def _shared_out(search: _CheckpointSearch, kept: CheckpointSolution) -> Checkpoi
     walked = split_layers(kept.walk, search.budget_bytes)
     if walked is kept.walk:
         return kept
-    other = _CheckpointSearch(walked.tape, search.budget_bytes, search.options, search.allowance)
+    other = _CheckpointSearch(walked.program, search.budget_bytes, search.options, search.allowance)
     other.left = max(search.left, LEAST_WALKED)
-    other.keep_more(other.look(walked.kept, walked.offloaded))
+    other.keep_more(other.look(walked.saved, walked.offloaded))
     return replace(other.answer(), seconds=time.perf_counter() - search.start, solves=search.solves)
 
 
 class _CheckpointSearch:
-    def __init__(self, tape: StorageProgram, budget_bytes: float, options: SolverOptions, allowance: WorkLimit):
-        self.tape, self.budget_bytes, self.allowance = tape, budget_bytes, allowance
+    def __init__(self, program: StorageProgram, budget_bytes: float, options: SolverOptions, allowance: WorkLimit):
+        self.program, self.budget_bytes, self.allowance = program, budget_bytes, allowance
         # HiGHS's presolve may give wrong answers, which do no harm here: every answer is traced.
         # A restart at the root, after fixing variables, takes as long as these small programs do.
         own = {"presolve": "on", "mip_max_nodes": MOST_NODES, "mip_allow_restart": False} if options.solver == "HiGHS" else {}
         self.options = replace(options, gap=max(options.gap, GAP), extra={**own, **options.extra})
-        self.left = MOST_WALKED * (2 if tape.offloadable else 1)
+        self.left = MOST_WALKED * (2 if program.offloadable else 1)
         self.reported = False
         self.start, self.solves = time.perf_counter(), 0
         self.walks: dict[checkpoint_ilp.Choice, MemoryTrace] = {}
@@ -147,7 +147,7 @@ class _CheckpointSearch:
         choice = self._choice(kept, offloaded)
         if choice not in self.walks:
             self._count()
-            self.walks[choice] = simulate_memory(self.tape, *choice)
+            self.walks[choice] = simulate_memory(self.program, *choice)
         return self.walks[choice]
 
     def look_below(self, other: MemoryTrace, kept: frozenset[int], offloaded: frozenset[int]) -> MemoryTrace | None:
@@ -158,7 +158,7 @@ class _CheckpointSearch:
         if self.at_least.get(choice, 0) >= other.peak:
             return None
         self._count()
-        tried = simulate_memory(self.tape, *choice)
+        tried = simulate_memory(self.program, *choice)
         if tried.holds_less_than(other):
             self.walks[choice] = tried
             return tried
@@ -166,11 +166,11 @@ class _CheckpointSearch:
         return None
 
     def _count(self) -> None:
-        self.left -= len(self.tape.runs)
-        self.allowance.spend("run", len(self.tape.runs))
+        self.left -= len(self.program.runs)
+        self.allowance.spend("run", len(self.program.runs))
 
     def _choice(self, kept: frozenset[int], offloaded: frozenset[int]) -> checkpoint_ilp.Choice:
-        kept = kept - self.tape.never_kept
+        kept = kept - self.program.never_saved
         return kept, offloaded & kept
 
     def best(self) -> MemoryTrace | None:
@@ -200,17 +200,17 @@ class _CheckpointSearch:
         them, and improve that: the program's answers around other choices may all hold more."""
         decide_alike(around, self.budget_bytes, self.look)
         if self.best() is not None:
-            self.improve(offloading=bool(self.tape.offloadable))
+            self.improve(offloading=bool(self.program.offloadable))
 
     def _solve(self, around: MemoryTrace, within: float | None, offloading: bool = True) -> checkpoint_ilp.Choice | None:
-        program = (around.kept, around.offloaded), within, offloading and bool(self.tape.offloadable)
-        if program not in self.solved:
+        problem = (around.saved, around.offloaded), within, offloading and bool(self.program.offloadable)
+        if problem not in self.solved:
             if self.is_over:
                 return None
             self.solves += 1
-            self.solved[program] = checkpoint_ilp.solve(around, within, self.options, self.allowance.part(
+            self.solved[problem] = checkpoint_ilp.solve(around, within, self.options, self.allowance.part(
                 min(self.allowance.left_s, MOST_SECONDS)), offloading)
-        return self.solved[program]
+        return self.solved[problem]
 
     def shrink(self, least: MemoryTrace) -> MemoryTrace:
         """Lower the peak until it fits, or cannot be lowered: by programs with smaller budgets, then one storage at a time."""
@@ -228,12 +228,13 @@ class _CheckpointSearch:
         no such change."""
         largest, matter = self._largest_first(), can_lower_peak(least)
         changes = ({s} for s in largest), itertools.combinations(largest[:PAIRS_OF], 2)
-        places = (frozenset(place).intersection(largest) for layers in equal_layers(self.tape) for place in zip(*layers))
-        alike = (kept for place in places if place for kept in (least.kept - place, least.kept | place))
+        places = (frozenset(place).intersection(largest) for layers in equal_layers(self.program) for place in zip(*layers))
+        alike = (kept for place in places if place for kept in (least.saved - place, least.saved | place))
         kept = ((choice, least.offloaded) for choice in itertools.chain(
-            (least.kept ^ frozenset(change) for change in itertools.chain(*changes) if not matter.isdisjoint(change)), alike))
-        elsewhere = sorted((self.tape.offloadable - least.offloaded) & matter, key=lambda s: -self.tape.storages[s].nbytes)
-        for choice in itertools.chain(((least.kept | {s}, least.offloaded | {s}) for s in elsewhere), kept):
+            (least.saved ^ frozenset(change) for change in itertools.chain(*changes) if not matter.isdisjoint(change)), alike))
+        storages = self.program.storages
+        elsewhere = sorted((self.program.offloadable - least.offloaded) & matter, key=lambda s: -storages[s].nbytes)
+        for choice in itertools.chain(((least.saved | {s}, least.offloaded | {s}) for s in elsewhere), kept):
             if self.is_over:
                 return None
             if (tried := self.look_below(least, *choice)) is not None:
@@ -241,20 +242,20 @@ class _CheckpointSearch:
         return None
 
     def _largest_first(self) -> list[int]:
-        bound = self.tape.bound_to_keep | self.tape.never_kept
-        free = (s for s in self.tape.candidates if s not in bound)
-        return sorted(free, key=lambda s: -self.tape.storages[s].nbytes)
+        bound = self.program.bound_to_keep | self.program.never_saved
+        free = (s for s in self.program.candidates if s not in bound)
+        return sorted(free, key=lambda s: -self.program.storages[s].nbytes)
 
     def keep_more(self, best: MemoryTrace) -> None:
         """Save more while it fits: most time per byte first."""
-        runs, storages = self.tape.runs, self.tape.storages
-        more = [s for s in self.tape.candidates if s not in best.kept and self.tape.maker(s) in set(best.again)]
-        more.sort(key=lambda s: -runs[self.tape.maker(s)].us / max(storages[s].nbytes, 1))
+        runs, storages = self.program.runs, self.program.storages
+        more = [s for s in self.program.candidates if s not in best.saved and self.program.maker(s) in set(best.recomputed)]
+        more.sort(key=lambda s: -runs[self.program.maker(s)].us / max(storages[s].nbytes, 1))
         for s in more:
-            best = self._better(best, best.kept | {s}, best.offloaded)
+            best = self._better(best, best.saved | {s}, best.offloaded)
         for s in sorted(best.offloaded, key=lambda s: -storages[s].offload_us / max(storages[s].nbytes, 1)):
-            best = self._better(best, best.kept, best.offloaded - {s})
-            best = self._better(best, best.kept - {s}, best.offloaded - {s})
+            best = self._better(best, best.saved, best.offloaded - {s})
+            best = self._better(best, best.saved - {s}, best.offloaded - {s})
 
     def _better(self, best: MemoryTrace, kept: frozenset[int], offloaded: frozenset[int]) -> MemoryTrace:
         if self.is_over:

@@ -52,24 +52,24 @@ class LoopMemory:
             offloaded=tuple((name, block, nbytes, self.count * us) for name, block, nbytes, us in account.offloaded),
             again=tuple((name, block, self.count * us) for name, block, us in account.again))
         return replace(
-            kept, again_us=self.count * kept.again_us, offload_us=self.count * kept.offload_us,
+            kept, recompute_us=self.count * kept.recompute_us, offload_us=self.count * kept.offload_us,
             forward_bytes=account.forward.nbytes, backward_bytes=account.backward.nbytes,
             saved_bytes=self.others.in_flight * kept.saved_bytes,
             after_bytes=round(self.gradient_bytes + after_bytes), budget_bytes=budget_bytes, account=account)
 
 
 def loop_memory(marked: GraphModule, loop: PrologueEpilogue, forward_outputs: int, count: int, at_once: bool,
-                tape_of: Callable[[GraphModule, int], StorageProgram], layers: Callable[[Node], int]) -> LoopMemory:
+                program_of: Callable[[GraphModule, int], StorageProgram], layers: Callable[[Node], int]) -> LoopMemory:
     """Count the memory around a loop over `count` microbatches. marked: the graph that the loop was cut out of.
-    forward_outputs: number of its outputs that are forward's. at_once: see `loop_parts`. tape_of: builds the storage program
+    forward_outputs: number of its outputs that are forward's. at_once: see `loop_parts`. program_of: builds the storage program
     of a graph with so many outputs. layers: number of nodes of the model that a traced node stands for."""
-    return _Around(marked, loop, at_once, tape_of, layers).memory(forward_outputs, count)
+    return _Around(marked, loop, at_once, program_of, layers).memory(forward_outputs, count)
 
 
 class _Around:
     def __init__(self, marked: GraphModule, loop: PrologueEpilogue, at_once: bool,
-                 tape_of: Callable[[GraphModule, int], StorageProgram], layers: Callable[[Node], int]):
-        self.loop, self.at_once, self.tape_of, self.layers = loop, at_once, tape_of, layers
+                 program_of: Callable[[GraphModule, int], StorageProgram], layers: Callable[[Node], int]):
+        self.loop, self.at_once, self.program_of, self.layers = loop, at_once, program_of, layers
         self.nodes = {node.name: node for node in marked.graph.nodes}
         self.given = {memory_of(node) for node in marked.graph.find_nodes(op="placeholder")}
         self.there = self._there()
@@ -122,7 +122,7 @@ class _Around:
         there = self._bytes(self.there[name])
         if segment.gm is None:
             return MemoryMoment(name, parts=FrozenMap(there))
-        own = simulate_memory(self.tape_of(segment.gm, len(segment.makes)), ()).forward.most_bytes
+        own = simulate_memory(self.program_of(segment.gm, len(segment.makes)), ()).forward.most_bytes
         for made in segment.makes:  # of layers that a traced one stands for
             value, layers = self.nodes[made].meta.get("val"), self.layers(self.nodes[made])
             if layers > 1 and isinstance(value, torch.Tensor):

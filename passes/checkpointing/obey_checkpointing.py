@@ -38,24 +38,24 @@ class ObeyCheckpointing(AnalysisPass):
     after_bytes: int = 0
 
     def run(self, graph_module: GraphModule) -> None:
-        tape = replace(read(STORAGE_PROGRAM, graph_module), after_bytes=self.after_bytes)
-        kept, offloaded = _numbers(tape, self.names), _numbers(tape, self.offloaded)
-        if wrong := _named(tape, offloaded - tape.offloadable):
+        program = replace(read(STORAGE_PROGRAM, graph_module), after_bytes=self.after_bytes)
+        kept, offloaded = _numbers(program, self.names), _numbers(program, self.offloaded)
+        if wrong := _named(program, offloaded - program.offloadable):
             raise BadInput(f"{wrong} cannot be offloaded here", WHERE, 'give offload="saved", if the plan was made with it')
-        if wrong := _named(tape, (kept | offloaded) & tape.never_kept):
+        if wrong := _named(program, (kept | offloaded) & program.never_saved):
             raise BadInput(f"the script's own checkpointing, or options['recompute'], recomputes {wrong}", WHERE, AGAIN)
-        walked = simulate_memory(tape, kept, offloaded)
-        if wrong := _named(tape, walked.kept - kept - offloaded):
+        walked = simulate_memory(program, kept, offloaded)
+        if wrong := _named(program, walked.saved - kept - offloaded):
             raise BadInput(f"{wrong} is not saved and cannot be recomputed", WHERE, AGAIN)
         write(CHECKPOINT_DECISION, graph_module, decision_of_trace(walked, self.budget_bytes, 0.0))
 
 
-def _numbers(tape: StorageProgram, names: frozenset[str]) -> frozenset[int]:
-    known = {tape.storages[s].name: s for s in tape.candidates}
+def _numbers(program: StorageProgram, names: frozenset[str]) -> frozenset[int]:
+    known = {program.storages[s].name: s for s in program.candidates}
     if unknown := sorted(names - known.keys()):
         raise BadInput(f"backward of this graph finds no {', '.join(unknown[:3])}", WHERE, AGAIN)
     return frozenset(known[name] for name in names)
 
 
-def _named(tape: StorageProgram, storages: frozenset[int]) -> str:
-    return ", ".join(sorted(tape.storages[s].name or "a result without a name" for s in storages)[:3])
+def _named(program: StorageProgram, storages: frozenset[int]) -> str:
+    return ", ".join(sorted(program.storages[s].name or "a result without a name" for s in storages)[:3])

@@ -1,6 +1,6 @@
 """Pin for each block whether its activations are saved or recomputed, as Megatron-LM's recomputation options do.
 
-A pin is written into the storage program as the script's own activation checkpointing is (`Storage.said`), so everything that
+A pin is written into the storage program as the script's own activation checkpointing is (`Storage.pinned`), so everything that
 decides about saved activations obeys it. Calls outside of blocks, such as the head and the loss, are pinned by "none" alone.
 """
 from __future__ import annotations
@@ -30,10 +30,10 @@ def pin_recomputation(program: StorageProgram, pins: Pins) -> StorageProgram:
         run = program.runs[program.maker(s)]
         mode = _mode(run.block, pins)
         if run.of_backward:  # recomputed with the values that it reads, in whatever block these are
-            if any(storages[each].said == "again" for each in run.reads):
-                storages[s] = replace(storages[s], said="again")
-        elif mode != "auto" and not storages[s].said:
-            storages[s] = replace(storages[s], said="keep" if mode == "none" or s in saved else "again")
+            if any(storages[each].pinned == "again" for each in run.reads):
+                storages[s] = replace(storages[s], pinned="again")
+        elif mode != "auto" and not storages[s].pinned:
+            storages[s] = replace(storages[s], pinned="keep" if mode == "none" or s in saved else "again")
     return replace(program, storages=tuple(storages))
 
 

@@ -45,30 +45,31 @@ class SolveCheckpointing(AnalysisPass):
 
     def run(self, graph_module: GraphModule) -> None:
         cut = read(PARTITIONER_CHOICE, graph_module)
-        tape = replace(read(STORAGE_PROGRAM, graph_module), between_bytes=self.between_bytes, after_bytes=self.after_bytes)
-        named = {storage.name: s for s, storage in enumerate(tape.storages)}
-        suggested = frozenset(named[name] for name in cut if name in named) & frozenset(tape.candidates)
+        program = replace(read(STORAGE_PROGRAM, graph_module), between_bytes=self.between_bytes, after_bytes=self.after_bytes)
+        named = {storage.name: s for s, storage in enumerate(program.storages)}
+        suggested = frozenset(named[name] for name in cut if name in named) & frozenset(program.candidates)
         start = time.perf_counter()
         try:
-            walked = choose_saved(tape, self.budget_bytes, self.options, [suggested], self.allowance, self.alike).walk
+            walked = choose_saved(program, self.budget_bytes, self.options, [suggested], self.allowance, self.alike).walk
         except BudgetTooSmall as error:
             if self.strict or error.walk is None:
                 raise
             walked = error.walk
-        if walked.tape.stand_ins and not counts_alike(walked):
+        if walked.program.stand_ins and not counts_alike(walked):
             raise LayersDiffer
         write(CHECKPOINT_DECISION, graph_module, decision_of_trace(walked, self.budget_bytes, time.perf_counter() - start))
 
 
 def decision_of_trace(walked: MemoryTrace, budget_bytes: float, seconds: float) -> CheckpointDecision:
     """Convert a memory trace to an annotation."""
-    walked, tape = walked.without_unread, walked.tape
+    walked, program = walked.without_unread, walked.program
     return CheckpointDecision(
-        frozenset(tape.storages[s].name for s in walked.kept), sum(tape.layers_again[k] for k in walked.again),
-        sum(map(tape.us_of, walked.again)), max(walked.forward.nbytes, default=0), max(walked.backward.nbytes, default=0),
-        tape.bytes_of(walked.kept - walked.offloaded | tape.returned), budget_bytes, seconds,
-        frozenset(tape.storages[s].name for s in walked.offloaded), tape.bytes_of(walked.offloaded),
-        sum(map(tape.offload_us_of, walked.offloaded)), report_memory(walked), walked.after)
+        frozenset(program.storages[s].name for s in walked.saved), sum(program.layers_again[k] for k in walked.recomputed),
+        sum(map(program.us_of, walked.recomputed)), max(walked.forward.nbytes, default=0),
+        max(walked.backward.nbytes, default=0),
+        program.bytes_of(walked.saved - walked.offloaded | program.returned), budget_bytes, seconds,
+        frozenset(program.storages[s].name for s in walked.offloaded), program.bytes_of(walked.offloaded),
+        sum(map(program.offload_us_of, walked.offloaded)), report_memory(walked), walked.after)
 
 
 @register

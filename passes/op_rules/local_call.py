@@ -43,20 +43,20 @@ class LocalCall:
     target: Any
     args: tuple
     kwargs: Mapping[str, Any]
-    whole: tuple[tuple[int, ...], ...]
-    local: tuple[tuple[int, ...], ...]
+    global_shapes: tuple[tuple[int, ...], ...]
+    local_shapes: tuple[tuple[int, ...], ...]
     rule: Rule | None
     ranges: Mapping[int, LocalRange]
     """Operand of indices -> this rank's range of them, where the indexed dim is split."""
     ordered: Mapping[int, LocalRange] = field(default_factory=dict)
     """Dim of the first result in which positions are counted -> this rank's range of them, where it is split."""
-    asks: bool = False
+    at_run_time: bool = False
     """True if the start of a range is computed when the graph runs."""
     strides: tuple[tuple[int, ...], ...] = ()
     """Strides of the whole operands; only ops that address memory rather than dims need them."""
 
     def ratio(self, dim: int) -> int:
-        return self.whole[0][dim] // max(self.local[0][dim], 1)
+        return self.global_shapes[0][dim] // max(self.local_shapes[0][dim], 1)
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         if position < len(self.args):
@@ -76,7 +76,7 @@ def reshape(insert: Insert, x: Node, shape: Sequence[int]) -> Node:
 
 def reshaped(call: LocalCall, insert: Insert) -> Node:
     """Reshape the first operand to the local shape. A dim that is split down to size 1 must not be squeezed."""
-    return call.unchanged(insert) if call.rule is None else reshape(insert, call.args[0], call.local[0])
+    return call.unchanged(insert) if call.rule is None else reshape(insert, call.args[0], call.local_shapes[0])
 
 
 def packed_copy(insert: Insert, x: Node) -> Node:

@@ -42,7 +42,7 @@ def shifted(call: LocalCall, insert: Insert, index: Node, wraps: bool = False) -
     if wraps:
         end = insert(aten.add.Tensor, index, whole_size(call))
         index = insert(aten.where.self, insert(aten.lt.Scalar, index, 0), end, index)
-    if call.asks:
+    if call.at_run_time:
         moved = insert(aten.sub.Tensor, index, own.asked(insert, index.meta["val"].device))
     else:
         moved = own.marked(insert(aten.sub.Tensor, index, own.first))

@@ -27,7 +27,7 @@ US = {
     "branching": 50.0,  # HiGHS asks whether to go on; and for each coefficient of the program:
     "branching coefficient": 1.0,
     "cutting coefficient": 3.0,  # likewise, at the root, where it makes cuts
-    "run": 5.0,  # of a tape that is walked
+    "run": 5.0,  # of a program that is walked
 }
 """µs per unit of work, rounded up."""
 GUARD, SLACK_S = 2.0, 5.0

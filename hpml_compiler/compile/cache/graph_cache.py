@@ -95,16 +95,16 @@ class GraphCache:
     """The cache as one graph sees it: reads the entry of an earlier launch and writes the one for the next. All ranks create it
     together, before the graph is traced.
 
-    found: the entry, if there is one; `graph` and `restored` then replace tracing.
+    entry: of the cache, if there is one; `graph` and `restored` then replace tracing.
     """
 
     gm: GraphModule
-    given: CacheInputs
+    inputs: CacheInputs
     options: Options
     sharing: StepContext | None = None
     """Under a memory budget, the state that the graphs of a step share."""
     key: str = ""
-    found: CachedGraph | None = None
+    entry: CachedGraph | None = None
     noted: PendingEntry | None = None
     results: list[torch.Tensor] | None = None
 
@@ -119,7 +119,7 @@ class GraphCache:
             told = self._of_all_ranks((self.key, found and found.plan))
         self.session.trail.append(self.key or "?")
         if found is not None and all(each == told[0] for each in told):
-            self.found = found
+            self.entry = found
             if self.rank == 0:
                 log.info("graph_%d: read from the graph cache; set HPML_CACHE=0 to compile it again", self.number)
 
@@ -134,9 +134,9 @@ class GraphCache:
         try:
             if not returns_new_tensors(self.gm):
                 raise Uncacheable("it returns non-tensors, or its own inputs")
-            return graph_key(self.gm, self.given, self.options, self.cluster, self.session.trail, self.sharing)
+            return graph_key(self.gm, self.inputs, self.options, self.cluster, self.session.trail, self.sharing)
         except Uncacheable as why:
-            self._not_kept(str(why))
+            self._log_uncached(str(why))
             return ""
 
     def _read(self) -> CachedGraph | None:
@@ -172,25 +172,25 @@ class GraphCache:
     @property
     def graph(self) -> GraphModule:
         """The graph for AOTAutograd to trace: a stub of the entry, if there is one."""
-        return self.gm if self.found is None else stub_of(self.gm, self.found.around.results, self.found.around.written)
+        return self.gm if self.entry is None else stub_of(self.gm, self.entry.around.results, self.entry.around.written)
 
     def restored(self) -> Any:
         """The graphs of the entry, as `note` got them."""
-        assert self.found is not None, "no cached entry to restore"
+        assert self.entry is not None, "no cached entry to restore"
         mode = compat.fake_mode()
         with compat.outside_tracing(), torch.no_grad():
-            return unpack(self.found.graphs, mode, *KINDS)
+            return unpack(self.entry.graphs, mode, *KINDS)
 
     @property
     def writes_over(self) -> frozenset[int] | None:
         """Inputs that backward may overwrite, from the entry; None if unknown. Compiling must not allow more than then."""
-        return None if self.found is None else self.found.writes_over
+        return None if self.entry is None else self.entry.writes_over
 
     # For the next launch.
 
     def note_results(self, whole: GraphModule, outputs: int | None) -> None:
         """Note the results before the rewrite. whole: the traced graph. outputs: number of forward's results; None for all."""
-        if self.key and self.found is None:
+        if self.key and self.entry is None:
             nodes = returned_nodes(whole)[:outputs]
             self.results = [node.meta["val"] for node in nodes if node is not None]
 
@@ -205,7 +205,7 @@ class GraphCache:
             with compat.outside_tracing():
                 self.noted = PendingEntry(pack(graphs), unplanned and pack(unplanned, TRACED_META))
         except CannotSerialize as why:
-            self._not_kept(str(why))
+            self._log_uncached(str(why))
 
     def note_forward(self) -> None:
         """Note the epilogue; call this inside the compiler of forward."""
@@ -215,13 +215,13 @@ class GraphCache:
                 self.noted.around = AOTEpilogue.of(self.results[len(written):], written)
             except compat.UnsupportedEpilogue as why:
                 self.noted = None
-                self._not_kept(str(why))
-        if self.found is not None:
-            self._check(self.found.around)
+                self._log_uncached(str(why))
+        if self.entry is not None:
+            self._check(self.entry.around)
 
     def _written(self) -> tuple[compat.MutatedInput, ...]:
-        written = compat.mutated_inputs_as_traced(len(self.given.values))
-        memory = [memory_of(example) for example in self.given.examples]
+        written = compat.mutated_inputs_as_traced(len(self.inputs.values))
+        memory = [memory_of(example) for example in self.inputs.examples]
         if any(memory.count(memory[each.position]) > 1 for each in written):
             raise compat.UnsupportedEpilogue("it mutates an input that shares memory with another input")
         return written
@@ -248,7 +248,7 @@ class GraphCache:
             return
         assert noted.around is not None, "forward must be compiled before the graph is cached"
         if {each.position for each in noted.around.written} != takes.written:
-            self._not_kept("it mutates other inputs than planned")
+            self._log_uncached("it mutates other inputs than planned")
             return
         until = float("inf") if self.session.quick is None else time.time() + HOLDS_S
         entry = CachedGraph(takes.without_fakes(), noted.graphs, noted.unplanned, noted.around, noted.writes_over,
@@ -259,6 +259,6 @@ class GraphCache:
         except BadInput as error:
             warn_of_cache("this graph cannot be cached; the next launch compiles it again", error)
 
-    def _not_kept(self, why: str) -> None:
+    def _log_uncached(self, why: str) -> None:
         log.info("graph_%d is not cached: %s", self.number, why)
 

@@ -41,12 +41,12 @@ class Uncacheable(Exception):
 @dataclass(frozen=True)
 class CacheInputs:
     """Inputs of a Dynamo graph for the cache. values: the script's arguments. examples: full tensors, as they are traced.
-    described: the inputs for the planner. told: other facts about them, the same on all ranks."""
+    described: the inputs for the planner. details: other facts about them, the same on all ranks."""
 
     values: Sequence[Any]
     examples: Sequence[Any]
     described: Sequence[GraphInput]
-    told: tuple[Any, ...] = ()
+    details: tuple[Any, ...] = ()
 
     @staticmethod
     def of(inputs: GraphInputs, values: Sequence[Any]) -> CacheInputs:
@@ -69,10 +69,10 @@ def graph_key(gm: GraphModule, given: CacheInputs, options: Options, cluster: Cl
     plan = options.load_plan()
     return plan_database.digest_of([
         _canonical_text(gm), [_described(x, example) for x, example in zip(given.values, given.examples, strict=True)],
-        _sharing(given.examples), given.described, given.told,
+        _sharing(given.examples), given.described, given.details,
         json.dumps(options.model_copy(update={"plan": None}).to_json(), sort_keys=True),
         None if plan is None else plan.model_dump_json(), cluster, *_ranks(),
-        list(earlier), None if sharing is None else sharing.told, settings, platform.node(), platform.processor(),
+        list(earlier), None if sharing is None else sharing.fingerprint, settings, platform.node(), platform.processor(),
         os.cpu_count(), torch.get_num_threads(), os.environ.get("HPML_QUICK_PROFILE", "1"),
         torch.cuda.get_device_name() if torch.cuda.is_available() else "", torch.__version__,
         plan_database.planners_code(), extension_fingerprint_of()])

@@ -22,11 +22,11 @@ from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
 from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
 from hpml_compiler.compile.program.stage_cutter import StageCutter, has_effects
 from hpml_compiler.compile.program.step_program import StepProgram, one_stage_program
-from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, held_by
+from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, unsharded_inputs
 from hpml_compiler.compile.wrapper.sharded_outputs import sharded_outputs_of, sharded_tangents_of
 from hpml_compiler.compile.wrapper.stage_placements import owned_parameters, placed_in_stages
 from hpml_compiler.options import Options
-from hpml_compiler.planner.checkpointing.checkpoint_problem import tape_of_body
+from hpml_compiler.planner.checkpointing.checkpoint_problem import body_builder
 from hpml_compiler.planner.decide import decide, decide_unpipelined
 from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext
 from hpml_compiler.planner.graph.microbatching import fitting_microbatches, joint_of_loss, loop_of, mark_loop
@@ -91,7 +91,7 @@ class GraphDecisions:
         kept = decided.decision.checkpointing
         if first and self.sharing is not None and kept is not None:
             planned = decided.planned
-            self._enter(self.sharing.whole if planned is None else self._trial(decided).held(planned), decided)
+            self._enter(self.sharing.replicated if planned is None else self._trial(decided).memory(planned), decided)
         return decided
 
     def decide_inference(self, gm: GraphModule) -> DecidedStep:
@@ -112,7 +112,7 @@ class GraphDecisions:
         with compat.outside_tracing():
             require_all_ranks("compiling a graph", CALLING, every=0)
         same_graph(annotated.text)
-        self.takes = replace(self.takes, draws=draws_random_numbers(gm))
+        self.takes = replace(self.takes, uses_rng=draws_random_numbers(gm))
         return annotated
 
     def _step(self, joint: GraphModule, forward_outputs: int, traced: JointTrace | None, first: bool) -> StepProblem:
@@ -120,7 +120,7 @@ class GraphDecisions:
             annotated = self.analyze(joint_of_loss(joint) if first else joint, forward_outputs, self.microbatches)
             step = self._problem(annotated, forward_outputs, self.microbatches, traced)
             if self.stages is None:
-                step = replace(step, own=joint, whole=lambda: self.analyze(joint, forward_outputs))
+                step = replace(step, own=joint, analyze_full=lambda: self.analyze(joint, forward_outputs))
             return step
         if not self.alone:
             return self._problem(self.analyze(joint, forward_outputs), forward_outputs, 1, traced)
@@ -168,7 +168,7 @@ class GraphDecisions:
         if planned is None or decided.step is None:
             return
         if self.stages is None:
-            self.takes = replace(self.takes, held=held_by(decided.step.annotated, planned.decision))
+            self.takes = replace(self.takes, unsharded=unsharded_inputs(decided.step.annotated, planned.decision))
             return
         self.takes = placed_in_stages(self.takes, decided.step.annotated, planned, self.stages)
         self.entry.note_stage(planned)
@@ -198,8 +198,8 @@ class GraphDecisions:
                                self.options.compiler, decision.gathers or ONCE, kept is None or kept.ahead,
                                self.options.is_compact)
                 if kept is not None and decided.planned is not None:
-                    tape = self._trial(decided).tape(decided.planned, groups)
-                    building_storage_program(tape_of_body(gm, loop, tape))(loop.body)
+                    builder = self._trial(decided).builder(decided.planned, groups)
+                    building_storage_program(body_builder(gm, loop, builder))(loop.body)
             program = one_stage_program(gm, loop, times.microbatches, step.outputs, step.written, others, self.entry.step_us,
                                         kept, self.options.offload_folder or "")
         self.entry.log_plan(annotated.graph.unruled)
@@ -237,13 +237,14 @@ class GraphDecisions:
             left = sharded_outputs_of(annotated, planned.decision)
             after_planning(
                 planned.decision, self.session.groups(planned.mesh), compiler, forward_outputs, gradients,
-                compact=self.options.is_compact, ahead=planned.kept is None or planned.kept.ahead,
+                compact=self.options.is_compact, ahead=planned.checkpointing is None or planned.checkpointing.ahead,
                 outside=() if budgeted else self.inputs.only_read(annotated))(gm)
             taken = {annotated.interface.positions[name]: each for name, each in batch_slices_of(gm).items()}
-            self.takes = replace(self.takes, left=left, taken=taken, tangents=sharded_tangents_of(annotated, planned.decision))
+            self.takes = replace(self.takes, sharded_outputs=left, slices=taken,
+                                 tangents=sharded_tangents_of(annotated, planned.decision))
         self.entry.log_plan(annotated.graph.unruled)
-        if planned.kept is not None:
-            building_storage_program(self._trial(decided).tape(planned, self.session.groups(planned.mesh)))(gm)
+        if planned.checkpointing is not None:
+            building_storage_program(self._trial(decided).builder(planned, self.session.groups(planned.mesh)))(gm)
 
     def _cut(self, decided: DecidedStep, step: StepProblem, others: bool, starts: tuple[str, ...] = ()) -> StepProgram:
         """This rank's stages, and the graphs around their loop. starts: see `StageCutter`. Raises TooFewBlocks."""

@@ -42,7 +42,7 @@ def saved_for_rerun(marked: GraphModule, again: RerunState | None) -> list[Any]:
     if again is None:
         return []
     by_name = {node.name: node.meta["val"] for node in marked.graph.find_nodes(op="placeholder")}
-    states = random_states(again.device) if again.draws else []
+    states = random_states(again.device) if again.uses_rng else []
     with compat.fake_mode_of(marked):
         return [*(by_name[name] for name in again.names), *(torch.empty(x.shape, dtype=x.dtype) for x in states)]
 
@@ -53,7 +53,7 @@ def compiled_rerun(whole: Callable[[], Any]) -> MicrobatchLoop:
     if runs is None:
         raise HpmlError("a step with gradients at other outputs than the loss cannot be split into microbatches",
                         "backward", "compute the complete loss in the compiled model, or remove options['microbatches']")
-    with compat.nested_compilation(runs.parts.given[runs.parts.loss]):
+    with compat.nested_compilation(runs.parts.inputs[runs.parts.loss]):
         return runs.schedule()
 
 

@@ -31,17 +31,17 @@ from passes.transforms.pipeline.stage_graphs import StageIO
 
 @dataclass(frozen=True)
 class StepInterface:
-    """Inputs and results of a graph and of its microbatch loop. given, results: fakes of the inputs, by name, and of the
-    results, of which the first `forward_outputs` are forward's. loss: name of the loss's tangent, if the loss is inside; again:
+    """Inputs and results of a graph and of its microbatch loop. inputs, results: fakes of the inputs, by name, and of the
+    results, of which the first `forward_outputs` are forward's. loss: name of the loss's tangent, if the loss is inside; rerun:
     state for rerunning the step, in that case. saved: fakes of the values that forward saves for backward."""
 
     microbatches: int
     forward_outputs: int
-    given: Mapping[str, Any]
+    inputs: Mapping[str, Any]
     results: tuple[Any, ...]
     loop: PrologueEpilogue
     loss: str | None
-    again: RerunState | None
+    rerun: RerunState | None
     saved: tuple[Any, ...]
 
     @staticmethod
@@ -59,7 +59,7 @@ class StepInterface:
         else:
             gradients = (x for x in results[forward_outputs:] if x is not None)
             saved = [*gradients, values[loss], *saved_for_rerun(marked, again)]
-        return StepInterface(microbatches, forward_outputs, {name: values[name] for name in loop.given}, results, loop, loss,
+        return StepInterface(microbatches, forward_outputs, {name: values[name] for name in loop.inputs}, results, loop, loss,
                              again,
                              tuple(saved))
 

@@ -59,8 +59,8 @@ class StepRuntime:
     compilation, once the stages are compiled."""
 
     def __init__(self, options: Options, program: StepProgram, whole: MakesWhole | None = None, shares: bool = True):
-        self.options, self.program, self.parts, again = options, program, program.parts, program.parts.again
-        self.again = again if again is None or whole is None else replace(again, whole=lambda: compiled_rerun(whole))
+        self.options, self.program, self.parts, again = options, program, program.parts, program.parts.rerun
+        self.again = again if again is None or whole is None else replace(again, full_loop=lambda: compiled_rerun(whole))
         self.around = lowering_of_part(options.compiler, shares)
         if program.counted:
             self.around.count_bytes()
@@ -69,7 +69,7 @@ class StepRuntime:
         self.runs: FusedForwardBackward | SplitForwardBackward | None = None
 
     def partition(self) -> tuple[GraphModule, GraphModule]:
-        given, parts = self.parts.given, self.parts
+        given, parts = self.parts.inputs, self.parts
         primals = [(name, fake) for name, fake in given.items() if not name.startswith("tangents")]
         tangents = [(name, fake) for name, fake in given.items() if name.startswith("tangents")]
         outputs, gradients = parts.results[:parts.forward_outputs], parts.results[parts.forward_outputs:]
@@ -96,7 +96,7 @@ class StepRuntime:
         schedule, loop = self.schedule(), self.parts.loop
 
         def run(arguments: list[Any]) -> list[Any]:
-            values = dict(zip(loop.given, arguments, strict=True))
+            values = dict(zip(loop.inputs, arguments, strict=True))
             arguments.clear()
             schedule.all_forward(values, saves=False)
             return schedule.results(values, loop.results)

@@ -39,24 +39,27 @@ class SessionEntry:
 class RuntimeMetadata:
     """Plain data, which the graph cache stores. On one rank, only `written` and `budgeted` are set.
 
-    draws: whether the graph draws random numbers. placements: of the parameters that it places, by position. held: parameters
+    uses_rng: whether the graph draws random numbers. placements: of the parameters that it places,
+    by position. unsharded: parameters
     that it takes unsharded, by placeholder. gathered, written: positions of arguments that each call gathers, and of those that
-    it mutates. left, tangents: results that stay sharded, and their gradients. taken: slices of arguments taken before the
-    graph runs, by position. owned: parameters that only one rank has, by placeholder; None without stages. own_here: positions
+    it mutates. sharded_outputs, tangents: results that stay sharded,
+    and their gradients. slices: those of arguments taken before
+    the graph runs, by position. owned: parameters that only one rank has,
+    by placeholder; None without stages. own_here: positions
     of those that are on the right rank already. decision: about its step. budgeted: under a budget, its memory as
     later graphs of the step see it. graph_hash: of a graph that was planned at once. entry: None where the plan is made on
     demand.
     """
 
     training: bool = False
-    draws: bool = False
+    uses_rng: bool = False
     placements: Mapping[int, tuple[Placement, ...]] = field(default_factory=dict)
-    held: Mapping[str, GatheredInput] = field(default_factory=dict)
+    unsharded: Mapping[str, GatheredInput] = field(default_factory=dict)
     gathered: frozenset[int] = frozenset()
     written: frozenset[int] = frozenset()
-    left: tuple[ShardedOutput, ...] = ()
+    sharded_outputs: tuple[ShardedOutput, ...] = ()
     tangents: tuple[ShardedTangent, ...] = ()
-    taken: Mapping[int, Taken] = field(default_factory=dict)
+    slices: Mapping[int, Taken] = field(default_factory=dict)
     owned: Mapping[str, int] | None = None
     own_here: frozenset[int] = frozenset()
     decision: StepDecision = StepDecision()
@@ -69,12 +72,12 @@ class RuntimeMetadata:
         record, decision = planned.record, planned.decision
         entry = SessionEntry(record, planned.cluster, planned.rejected, dict(annotated.graph.unruled), structure)
         return replace(self, training=annotated.interface.training, placements=placements_of(annotated, decision),
-                       held=held_by(annotated, decision), graph_hash=record.graph_hash, entry=entry)
+                       unsharded=unsharded_inputs(annotated, decision), graph_hash=record.graph_hash, entry=entry)
 
     def without_fakes(self) -> RuntimeMetadata:
         """The metadata with meta tensors in place of fakes, which belong to a trace."""
         with compat.outside_tracing():
-            return replace(self, left=tuple(replace(each, like=_meta(each.like)) for each in self.left),
+            return replace(self, sharded_outputs=tuple(replace(each, like=_meta(each.like)) for each in self.sharded_outputs),
                            tangents=tuple(replace(each, part=_meta(each.part)) for each in self.tangents))
 
     def agreed(self) -> list[Any]:
@@ -85,7 +88,7 @@ class RuntimeMetadata:
                 stages and (stages.blocks, stages.time_us), kept and sorted(kept.names)]
 
 
-def held_by(annotated: AnalyzedGraph, decision: Decision, over: Callable[[Route], Route] = lambda route: route,
+def unsharded_inputs(annotated: AnalyzedGraph, decision: Decision, over: Callable[[Route], Route] = lambda route: route,
             ) -> dict[str, GatheredInput]:
     """Parameters that a graph takes unsharded, by placeholder. over: extends a route to all axes of the mesh."""
     positions, values = annotated.interface.positions, annotated.graph.values

@@ -46,11 +46,11 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
     function = without_second_derivatives(with_undefined_gradients(gm, given)(function))
     borrowed = {k for k, x in enumerate(given) if owner_of(x) is not None} - takes.gathered - takes.own_here
     installed = shard_module(takes.placements, gm, given, devices, takes.gathered, takes.written, holding, borrowed)
-    outputs = OutputWrapper(name, devices, takes.left)
+    outputs = OutputWrapper(name, devices, takes.sharded_outputs)
 
     def parts(args: Sequence[Any]) -> list[Any]:
         local = installed.locals(args)
-        for position, taken in takes.taken.items():
+        for position, taken in takes.slices.items():
             local[position] = part_of(local[position], taken)
         return local
 
@@ -64,13 +64,13 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
         local = parts(args)
         results = function(*local)
         installed.write_back(args, local)
-        return outputs.given(results) if takes.left else results
+        return outputs.given(results) if takes.sharded_outputs else results
 
-    if takes.left:
+    if takes.sharded_outputs:
         call = call_and_leave
     if installed.writes:
         call = call_and_write
-    half = forward_check(name, inputs.described, given, takes.draws)
+    half = forward_check(name, inputs.described, given, takes.uses_rng)
     if watched is not None:
         watch_optimizers(current_monitor)
         call = watched.forward(call)

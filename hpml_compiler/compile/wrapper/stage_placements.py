@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
-from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, held_by, placements_of
+from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, placements_of, unsharded_inputs
 from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS
 from hpml_compiler.runtime.placements.single_rank_placement import SingleRank, owner_of
@@ -21,8 +21,8 @@ from passes.graph.graph_signature import GraphInput
 def placed_in_stages(takes: RuntimeMetadata, annotated: AnalyzedGraph, planned: PlanResult, mesh: PipelineMesh,
                      ) -> RuntimeMetadata:
     """The metadata with the placements of a graph that was planned on the ranks of one stage."""
-    held = held_by(annotated, planned.decision, mesh.route_over_all)
-    takes = replace(takes, held=held, graph_hash=planned.record.graph_hash)
+    held = unsharded_inputs(annotated, planned.decision, mesh.route_over_all)
+    takes = replace(takes, unsharded=held, graph_hash=planned.record.graph_hash)
     if not annotated.interface.training:
         return takes
     return replace(takes, placements=placements_of(annotated, planned.decision, mesh.over_all))

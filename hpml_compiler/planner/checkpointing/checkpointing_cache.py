@@ -32,24 +32,24 @@ class CachedCheckpointing(Record):
     again_us: float
 
 
-def cached_checkpointing(joint: GraphModule, room: BudgetShare, options: Options, strict: bool,
+def cached_checkpointing(joint: GraphModule, share: BudgetShare, options: Options, strict: bool,
                          decide: Callable[[], CheckpointDecision]) -> CheckpointDecision:
     """The cached decision for this storage program and budget share, if a simulation still gives the same figures; else the
     result of `decide`. joint: a graph with its storage program. decide: solves the checkpointing problem."""
     if not plan_database.is_on():
         return decide()
-    key = _key(joint, room, options, strict)
+    key = _key(joint, share, options, strict)
     try:
         text = plan_database.get(key)
     except BadInput as error:
         warn_of_cache("cached checkpointing decisions cannot be read; hpml searches again", error)
         return decide()
-    if text is not None and (kept := _obeyed(joint, room, text)) is not None:
+    if text is not None and (kept := _obeyed(joint, share, text)) is not None:
         log.info("the checkpointing decision is read from the plan cache; set HPML_CACHE=0 to search again")
         return kept
     kept = decide()
     entry = CachedCheckpointing(names=tuple(sorted(kept.names)), offloaded=tuple(sorted(kept.offloaded)),
-                                peak_bytes=kept.peak_bytes, again_us=kept.again_us)
+                                peak_bytes=kept.peak_bytes, again_us=kept.recompute_us)
     try:
         plan_database.put(key, entry.model_dump_json())
     except BadInput as error:
@@ -57,22 +57,24 @@ def cached_checkpointing(joint: GraphModule, room: BudgetShare, options: Options
     return kept
 
 
-def _key(joint: GraphModule, room: BudgetShare, options: Options, strict: bool) -> str:
-    tape = read(STORAGE_PROGRAM, joint)
-    parts = (tape.runs, tape.storages, sorted(tape.returned), sorted(tape.gradients), tape.stand_ins, tape.early,
-             tape.microbatches)
-    asked = room.left, round(room.after), round(room.between), strict, options.model_copy(update={"plan": None}).to_json()
+def _key(joint: GraphModule, share: BudgetShare, options: Options, strict: bool) -> str:
+    program = read(STORAGE_PROGRAM, joint)
+    parts = (program.runs, program.storages, sorted(program.returned), sorted(program.gradients), program.stand_ins,
+             program.early,
+             program.microbatches)
+    asked = share.available, round(share.after), round(share.between), strict,
+    options.model_copy(update={"plan": None}).to_json()
     return plan_database.digest_of(["kept", parts, asked, torch.__version__, plan_database.planners_code()])
 
 
-def _obeyed(joint: GraphModule, room: BudgetShare, text: str) -> CheckpointDecision | None:
+def _obeyed(joint: GraphModule, share: BudgetShare, text: str) -> CheckpointDecision | None:
     try:
         found = CachedCheckpointing.model_validate_json(text)
-        obeying_checkpointing(ObeyCheckpointing(frozenset(found.names), frozenset(found.offloaded), room.left,
-                                                round(room.after)))(joint)
+        obeying_checkpointing(ObeyCheckpointing(frozenset(found.names), frozenset(found.offloaded), share.available,
+                                                round(share.after)))(joint)
     except (ValidationError, BadInput):
         log.warning("the cached checkpointing decision is corrupt; hpml searches again")
         return None
     kept = read(CHECKPOINT_DECISION, joint)
-    same = kept.peak_bytes == found.peak_bytes and math.isclose(kept.again_us, found.again_us, rel_tol=1e-9)
+    same = kept.peak_bytes == found.peak_bytes and math.isclose(kept.recompute_us, found.again_us, rel_tol=1e-9)
     return kept if same else None

@@ -37,16 +37,18 @@ log = logging.getLogger("hpml")
 WHERE = "options['memory_budget']"
 
 
-def choose_checkpointing(joint: GraphModule, forward_outputs: int, room: BudgetShare, options: Options, name: str, strict: bool,
+def choose_checkpointing(joint: GraphModule, forward_outputs: int, share: BudgetShare, options: Options, name: str,
+                         strict: bool,
                          allowance: WorkLimit | None = None) -> CheckpointDecision:
     """Choose for a graph that has its storage program. strict: raise Infeasible where the budget cannot be met; otherwise
     return the choice with the lowest peak. allowance: replaces the options' time limit."""
     within = allowance or WorkLimit(options.time_limit)
     kept = cached_checkpointing(
-        joint, room, options, strict, lambda: _decided(joint, forward_outputs, room, options, strict, within))
+        joint, share, options, strict, lambda: _decided(joint, forward_outputs, share, options, strict, within))
     log.info("%s: %d values are saved for backward, %d calls are recomputed (%s); peak memory is %s plus %s of parameters "
-             "and optimizer state", name, len(kept.names), kept.again, format_us(kept.again_us), format_bytes(kept.peak_bytes),
-             format_bytes(room.state))
+             "and optimizer state", name, len(kept.names), kept.recomputed, format_us(kept.recompute_us),
+             format_bytes(kept.peak_bytes),
+             format_bytes(share.state))
     if kept.offloaded:
         log.info("%s: %d of the saved values (%s) are offloaded (%s)", name, len(kept.offloaded),
                  format_bytes(kept.offloaded_bytes),
@@ -54,80 +56,81 @@ def choose_checkpointing(joint: GraphModule, forward_outputs: int, room: BudgetS
     return kept
 
 
-def _decided(joint: GraphModule, forward_outputs: int, room: BudgetShare, options: Options, strict: bool, allowance: WorkLimit,
+def _decided(joint: GraphModule, forward_outputs: int, share: BudgetShare, options: Options, strict: bool, allowance: WorkLimit,
              ) -> CheckpointDecision:
-    keep = SolveCheckpointing(room.left, solver_options(options), strict, after_bytes=round(room.after), allowance=allowance,
+    keep = SolveCheckpointing(share.available, solver_options(options), strict, after_bytes=round(share.after),
+                              allowance=allowance,
                               alike=options.compile_blocks == "on")
     try:
         try:  # the graph leaves memory to graphs after it; without any, the second attempt would repeat the first
-            between = round(room.between)
+            between = round(share.between)
             solving_checkpointing(forward_outputs, replace(keep, strict=strict or between > 0, between_bytes=between))(joint)
         except BudgetTooSmall:  # leave nothing to graphs after it; these raise an error if they do not fit
-            if not room.between:
+            if not share.between:
                 raise
             solving_checkpointing(forward_outputs, keep)(joint)
     except BudgetTooSmall as error:
         assert error.walk is not None, "the error has the trace with the lowest peak"
-        raise _too_small(error.walk, room, options) from None
+        raise _too_small(error.walk, share, options) from None
     return read(CHECKPOINT_DECISION, joint)
 
 
-def apply_checkpointing_plan(joint: GraphModule, room: BudgetShare, pinned: CheckpointingPlan,
+def apply_checkpointing_plan(joint: GraphModule, share: BudgetShare, pinned: CheckpointingPlan,
                              name: str) -> CheckpointDecision | None:
     """Apply the checkpointing plan of a saved plan to a graph that has its storage program; None where it was made for another
     budget and exceeds this one. Raises BadInput where it cannot be applied."""
     obeying_checkpointing(ObeyCheckpointing(frozenset({*pinned.saved, *pinned.offloaded}), frozenset(pinned.offloaded),
-                                            room.left,
-                                            round(room.after)))(joint)
+                                            share.available,
+                                            round(share.after)))(joint)
     kept = read(CHECKPOINT_DECISION, joint)
-    held = format_bytes(room.budget - room.left + kept.peak_bytes)
+    held = format_bytes(share.budget - share.available + kept.peak_bytes)
     if kept.fits:
         log.info("%s: %d values are saved for backward, as in the given plan; peak memory of the step is %s", name,
                  len(kept.names), held)
         return kept
-    if room.budget == pinned.budget_bytes:
+    if share.budget == pinned.budget_bytes:
         raise BadInput(f"with the saved activations of the given plan the step needs {held}, more than its budget of "
-                       f"{format_bytes(room.budget)}", "options['plan']",
+                       f"{format_bytes(share.budget)}", "options['plan']",
                        "make the plan again with the optimizer and the graphs of this step")
     log.warning("%s: with the saved activations of the given plan the step needs %s, more than the budget of %s: hpml decides "
                 "them again", name, held,
-                format_bytes(room.budget))
+                format_bytes(share.budget))
     return None
 
 
-def _too_small(least: MemoryTrace, room: BudgetShare, options: Options) -> Infeasible:
+def _too_small(least: MemoryTrace, share: BudgetShare, options: Options) -> Infeasible:
     """The error for a budget that is too small, with bytes by part and remedies. least: the trace with the lowest peak."""
-    smallest = round(room.budget - room.left + least.peak)
-    when, parts = _fullest(least, room)
+    smallest = round(share.budget - share.available + least.peak)
+    when, parts = _fullest(least, share)
     told = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in parts.items() if nbytes)
-    fewer = ("use more devices to shard parameters over" if 2 * room.state > smallest else
+    fewer = ("use more devices to shard parameters over" if 2 * share.state > smallest else
              "use fewer rows or more devices")
-    remedies = [f"{room.remedy} (the optimizer)"] if room.made and least.after == least.peak and room.remedy else []
+    remedies = [f"{share.remedy} (the optimizer)"] if share.transient and least.after == least.peak and share.remedy else []
     remedies += [f"set memory_budget to {smallest} bytes", fewer]
-    if room.others:
+    if share.others:
         remedies.append("remove the graph break, so that these graphs are planned together")
     if not options.offloads("saved"):
         remedies.append('set offload="saved"')
-    if 2 * room.state > smallest and options.resident_states:
+    if 2 * share.state > smallest and options.resident_states:
         remedies.append('set offload="optimizer"')
     offloaded = " or offloaded" if options.offloads("saved") else ""
     error = Infeasible(
         f"the step needs at least {format_bytes(smallest)}, whatever is recomputed{offloaded}, more than the budget of "
-        f"{format_bytes(room.budget)}; at the peak, when {when}: {told}", WHERE, ", or ".join(remedies))
+        f"{format_bytes(share.budget)}; at the peak, when {when}: {told}", WHERE, ", or ".join(remedies))
     error.smallest_budget_bytes = smallest
     return error
 
 
-def _fullest(walk: MemoryTrace, room: BudgetShare) -> tuple[str, dict[str, float]]:
+def _fullest(walk: MemoryTrace, share: BudgetShare) -> tuple[str, dict[str, float]]:
     """The moment of the peak, and bytes by part."""
-    parts = {"parameters and optimizer state": room.state, "gradients of other graphs of the step": room.later,
-             "around the microbatch loop": room.around}
+    parts = {"parameters and optimizer state": share.state, "gradients of other graphs of the step": share.later,
+             "around the microbatch loop": share.around_loop}
     if walk.after == walk.peak:
-        own = walk.tape.bytes_of(walk.tape.gradients)
-        return "the optimizer steps", {**parts, "gradients": own, "temporary tensors": room.made}
+        own = walk.program.bytes_of(walk.program.gradients)
+        return "the optimizer steps", {**parts, "gradients": own, "temporary tensors": share.transient}
     found = report_memory(walk)
     at = max(found.forward, found.backward, key=lambda each: sum(each.parts.values()))
-    others = {f"saved by {name} (another graph of the step)": nbytes for name, nbytes in room.others.items()}
+    others = {f"saved by {name} (another graph of the step)": nbytes for name, nbytes in share.others.items()}
     return f"{at.name} runs", {**parts, **others, **at.parts}
 
 

@@ -38,10 +38,10 @@ def checkpoint_single_device(joint: GraphModule, forward_outputs: int, sharing: 
     """Solve checkpointing of a traced graph. joint: the graph; afterwards it has its storage program and can be partitioned.
     pinned: checkpointing of a saved plan to apply. folded: the deeper model of which a few layers were traced. Raises
     Infeasible, with the smallest budget that was found to work."""
-    tape = tape_on_one_device(joint, forward_outputs, sharing.options, cluster, folded)
+    builder = single_device_builder(joint, forward_outputs, sharing.options, cluster, folded)
     prepare(sharing.options.compiler)(joint)
-    building_storage_program(tape)(joint)
-    problem = CheckpointProblem(joint, forward_outputs, sharing.room(sharing.whole), sharing.whole.name)
+    building_storage_program(builder)(joint)
+    problem = CheckpointProblem(joint, forward_outputs, sharing.share_of(sharing.replicated), sharing.replicated.name)
     return obeyed_or_solved(problem, sharing.options, pinned)
 
 
@@ -51,8 +51,9 @@ def keep_in_loop(marked: GraphModule, loop: LoopSplit, microbatches: int, forwar
                  strict: bool = True) -> CheckpointDecision:
     """Solve checkpointing of a microbatched step, whose loop was cut out of `marked`; afterwards, the loop body has its storage
     program. strict: raise Infeasible where nothing fits; otherwise return the choice with the lowest peak."""
-    tape = tape_on_one_device(marked, forward_outputs, sharing.options, cluster, folded)
-    problem = problem_of_loop(marked, loop, microbatches, tape, sharing.room(sharing.whole), sharing.whole.name, folded)
+    builder = single_device_builder(marked, forward_outputs, sharing.options, cluster, folded)
+    problem = problem_of_loop(marked, loop, microbatches, builder, sharing.share_of(sharing.replicated),
+                              sharing.replicated.name, folded)
     return obeyed_or_solved(problem, sharing.options, pinned, strict)
 
 
@@ -63,7 +64,7 @@ def obeyed_or_solved(problem: CheckpointProblem, options: Options, pinned: Check
     return problem.solved(options, strict)
 
 
-def tape_on_one_device(gm: GraphModule, forward_outputs: int, options: Options, cluster: Cluster,
+def single_device_builder(gm: GraphModule, forward_outputs: int, options: Options, cluster: Cluster,
                        folded: FewLayerTrace | None = None) -> BuildStorageProgram:
     """The pass that builds the storage program of a graph. gm: the traced graph."""
     (mesh,) = enumerate_meshes(cluster)
@@ -91,4 +92,5 @@ def plan_single_device(annotated: AnalyzedGraph, kept: CheckpointDecision, optio
     planned = plan() if folded is None else plan(shorter=folded.shorter, further=folded.further)
     record = planned.record if folded is None else folded.of_all_layers(planned.record)
     relaxed, record = planned, in_time(record, annotated, times, cluster, options)
-    return with_gap(replace(planned, kept=kept, record=with_checkpointing(record, kept, options)), relaxed, options.gap)
+    return with_gap(replace(planned, checkpointing=kept, record=with_checkpointing(record, kept, options)), relaxed,
+                    options.gap)

@@ -166,8 +166,8 @@ class GatherChoice:
         for phase in (trace.forward, trace.backward):
             change = [[0] * (len(phase.order) + 1) for _ in groups]
             for life in phase.lives:
-                storage = trace.tape.storages[life.storage]
-                of = gathers if storage.gathered else gradients if life.storage in trace.tape.gradients else {}
+                storage = trace.program.storages[life.storage]
+                of = gathers if storage.gathered else gradients if life.storage in trace.program.gradients else {}
                 if (number := of.get(storage.name)) is not None:
                     change[number][max(life.first, 0)] += storage.nbytes
                     change[number][min(life.last + 1, len(phase.order))] -= storage.nbytes

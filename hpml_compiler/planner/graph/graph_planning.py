@@ -42,7 +42,7 @@ class PlanResult:
     record: GraphPlan
     rejected: tuple[MeshAttempt, ...]
     cluster: str = ""
-    kept: CheckpointDecision | None = None
+    checkpointing: CheckpointDecision | None = None
     """The checkpointing decision of this rank's graph, under a budget (`hpml_compiler.planner.search.budget_search`)."""
     repeats: LoopGathers | None = None
     """Collectives of parameters that each microbatch repeats, under a budget."""
@@ -93,7 +93,7 @@ def plan_graph(
 
     def planned(mesh: Mapping[str, int] | None, pins: Pins | None) -> PlanResult:
         deciding(conditions, mesh, pins)(annotated.gm)
-        return _told(annotated, conditions, name)
+        return _result(annotated, conditions, name)
 
     if as_in is not None:
         return _as_like(as_in, planned(as_in.mesh, decisions_of(as_in)))
@@ -126,7 +126,7 @@ def _measured(annotated: AnalyzedGraph, options: Options, cluster: Cluster, name
     return measured
 
 
-def _told(annotated: AnalyzedGraph, conditions: SearchConfig, name: str) -> PlanResult:
+def _result(annotated: AnalyzedGraph, conditions: SearchConfig, name: str) -> PlanResult:
     """The result of the search, which the passes attach to the graph, as a plan."""
     answer = read(SEARCH_RESULT, annotated.gm)
     drop(SEARCH_RESULT, annotated.gm)  # the problem in it is large, and not needed any more

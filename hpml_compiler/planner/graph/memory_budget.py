@@ -42,35 +42,35 @@ def replicated_memory(name: str, trained: Iterable[float], frozen: Iterable[floa
 
 @dataclass(frozen=True)
 class BudgetShare:
-    """Budget share of one graph, in bytes. left: most that it may use besides memory that is in use anyway. between, after: the
-    parts of this that it leaves to later graphs when its forward is over, and to the optimizer when its backward is. state:
-    parameters and optimizer state, of all graphs; later: gradients of later graphs. made: temporary memory of the optimizer
-    step; remedy: how to reduce it. others: saved activations of earlier graphs, by name. around: memory in use around the
-    loop over microbatches, for the loop's body."""
+    """Budget share of one graph, in bytes. available: most that it may use besides memory that is in use anyway. between,
+    after: the parts of this that it leaves to later graphs when its forward is over, and to the optimizer when its backward is.
+    state: parameters and optimizer state, of all graphs; later: gradients of later graphs. transient: temporary memory of the
+    optimizer step; remedy: how to reduce it. others: saved activations of earlier graphs, by name. around_loop: memory in use
+    around the loop over microbatches, for the loop's body."""
 
     budget: int
-    left: float
+    available: float
     between: float
     after: float
     state: float
     later: float
-    made: float
+    transient: float
     remedy: str
     others: Mapping[str, float]
-    around: float = 0.0
+    around_loop: float = 0.0
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """State that the graphs of a step share, for one of them. frame: the Dynamo frame that it is from; whole: its memory on a
-    device that has all of its parameters; graphs: earlier graphs and, where it is recompiled, itself and later ones, by frame,
-    in their order. unseen: bytes, unsharded, of the optimizer's parameters that no graph has had so far; breaks: whether more
-    graphs follow in any case. options: with the actual optimizer, and the budget in bytes. making: temporary memory of the
-    optimizer step."""
+    """State that the graphs of a step share, for one of them. frame: the Dynamo frame that it is from; replicated: its memory
+    on a device that has all of its parameters; graphs: earlier graphs and, where it is recompiled, itself and later ones, by
+    frame, in their order. unseen: bytes, unsharded, of the optimizer's parameters that no graph has had so far; breaks: whether
+    more graphs follow in any case. options: with the actual optimizer, and the budget in bytes. transient: temporary memory of
+    the optimizer step."""
 
-    whole: GraphMemory
+    replicated: GraphMemory
     options: Options
-    making: OptimizerTransient
+    transient: OptimizerTransient
     frame: str = ""
     graphs: Mapping[str, GraphMemory] = field(default_factory=dict)
     unseen: float = 0.0
@@ -88,21 +88,21 @@ class StepContext:
         return self.options.memory_budget
 
     @property
-    def held_by_others(self) -> float:
+    def other_graphs_bytes(self) -> float:
         """Bytes that the other graphs hold through the step and save for backward."""
         others = (each for frame, each in self.graphs.items() if frame != self.frame)
         return sum(each.parameters + each.optimizer + each.saved for each in others)
 
     @property
-    def told(self) -> tuple[object, ...]:
+    def fingerprint(self) -> tuple[object, ...]:
         """Values that determine the budget share, in a form that is the same in another process, where frames differ."""
         place = [*self.graphs].index(self.frame) if self.frame in self.graphs else len(self.graphs)
-        return self.whole, self.making, tuple(self.graphs.values()), place, self.unseen, self.breaks
+        return self.replicated, self.transient, tuple(self.graphs.values()), place, self.unseen, self.breaks
 
-    def room(self, mine: GraphMemory) -> BudgetShare:
+    def share_of(self, mine: GraphMemory) -> BudgetShare:
         """The budget share of this graph. mine: its memory on a rank. Parameters of later graphs are assumed to be sharded in
         the same proportion."""
-        states, whole = self.options.resident_states, self.whole.gradients
+        states, whole = self.options.resident_states, self.replicated.gradients
         rest = self.unseen * (mine.gradients / whole if whole else 1.0)
         graphs = {**self.graphs, self.frame: mine}
         place = list(graphs).index(self.frame)
@@ -115,7 +115,7 @@ class StepContext:
         left = self.budget - state - later - sum(others.values())
         left_to_rest = rest / (mine.gradients + rest) if rest and mine.gradients else UNKNOWN_REST * (rest > 0 or self.breaks)
         gradients = sum(each.gradients for each in graphs.values()) + rest
-        made = self.making.bytes_of(gradients, max(each.largest for each in graphs.values()))
+        made = self.transient.bytes_of(gradients, max(each.largest for each in graphs.values()))
         after = state + gradients + made - mine.gradients - (self.budget - left)
-        return BudgetShare(self.budget, left, max(left, 0.0) * left_to_rest, after, state, later, made, self.making.remedy,
+        return BudgetShare(self.budget, left, max(left, 0.0) * left_to_rest, after, state, later, made, self.transient.remedy,
                            dict(others))

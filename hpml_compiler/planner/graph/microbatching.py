@@ -50,19 +50,19 @@ def microbatch_placement(graph: PlacementGraph, microbatches: int, solver: Solve
 
 
 def mark_loop(gm: GraphModule, graph: PlacementGraph, placements: Decision | None, times: MicrobatchPlacement | None,
-              groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int], asks: bool = False,
+              groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int], at_run_time: bool = False,
               repeats: LoopGathers = ONCE) -> None:
     """Rewrite an annotated graph to one with the markers of its loop. placements: on devices, with these groups; None where
-    every value is whole. times: None for a loop of one microbatch. asks: see `Shard`. repeats: collectives of parameters that
-    each microbatch runs."""
+    every value is whole. times: None for a loop of one microbatch. at_run_time: see `Shard`. repeats: collectives of parameters
+    that each microbatch runs."""
     if times is None:
-        whole_batch(forward_outputs, kept_gradients, placements, groups, asks)(gm)
+        whole_batch(forward_outputs, kept_gradients, placements, groups, at_run_time)(gm)
         return
     if placements is None:
         placements, groups = replicated_decision(graph), MeshGroups((), (), ())
     times, reduced = reduced_in_loop(graph, times, repeats)
     to_microbatches(with_time_axis(placements, graph, times, reduced), groups.with_time(times.microbatches), forward_outputs,
-                    kept_gradients, asks, repeats.gathered)(gm)
+                    kept_gradients, at_run_time, repeats.gathered)(gm)
 
 
 def loop_of(gm: GraphModule, graph: PlacementGraph, placements: Decision | None, times: MicrobatchPlacement, groups: MeshGroups,

@@ -14,12 +14,12 @@ from hpml_compiler.planner.graph.graph_planning import PlanResult
 def with_gap(planned: PlanResult, relaxed: PlanResult | None, wanted_gap: float) -> PlanResult:
     """The plan with the bound of the relaxation in its report, and its gap. relaxed: the answer that counts no saved values and
     has the full budget, over all meshes that this plan might be on."""
-    report, kept = planned.record.solver, planned.kept
+    report, kept = planned.record.solver, planned.checkpointing
     if report.cost is None or kept is None:
         return planned
     bound = bound_of(relaxed) if relaxed is not None else None
     if report.objective == "time":
-        cost = report.cost + kept.again_us + kept.offload_us
+        cost = report.cost + kept.recompute_us + kept.offload_us
         gap = None if bound is None else max(cost - bound, 0.0) / cost if cost else 0.0
         status = report.status if gap is None else "optimal" if gap <= wanted_gap else "feasible"
         report = report.model_copy(update={"cost": cost, "bound": bound, "gap": gap, "status": status})

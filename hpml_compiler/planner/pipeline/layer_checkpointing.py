@@ -57,7 +57,7 @@ class PieceProblems:
 
     stages: Mapping[int, Pieces]
     memory: RankMemory
-    room: BudgetShare
+    share: BudgetShare
     around: LoopMemory
     joints: Callable[[int], tuple[GraphModule, int]]
     later: Callable[[int], LaterBytes]
@@ -84,7 +84,7 @@ class PieceProblems:
         joint, forward_outputs = self.joints(self.stages[stage][place][0])
         others = self.others(run, saved)
         counting_microbatches(others)(joint)
-        return CheckpointProblem(joint, forward_outputs, self.room, f"{self.name}, stage {stage}",
+        return CheckpointProblem(joint, forward_outputs, self.share, f"{self.name}, stage {stage}",
                                  replace(self.around, others=others))
 
     def others(self, run: Run, saved: Mapping[Run, int]) -> Microbatches:
@@ -127,7 +127,7 @@ def decision_of_pieces(pieces: Sequence[tuple[CheckpointDecision, int]], forward
     account = MemoryReport((forward,), (backward,), tuple(names.values()), tuple(offloaded.values()), tuple(again.values()),
                            layers=FrozenMap({name: count for name, count in layers.items() if count > 1}))
     return CheckpointDecision(
-        frozenset().union(*(kept.names for kept, _ in pieces)), sum(n * kept.again for kept, n in pieces),
-        sum(n * kept.again_us for kept, n in pieces), forward.nbytes, backward.nbytes, saved_bytes, budget_bytes, 0.0,
+        frozenset().union(*(kept.names for kept, _ in pieces)), sum(n * kept.recomputed for kept, n in pieces),
+        sum(n * kept.recompute_us for kept, n in pieces), forward.nbytes, backward.nbytes, saved_bytes, budget_bytes, 0.0,
         frozenset().union(*(kept.offloaded for kept, _ in pieces)), sum(n * kept.offloaded_bytes for kept, n in pieces),
         sum(n * kept.offload_us for kept, n in pieces), account, ahead=all(kept.ahead for kept, _ in pieces))

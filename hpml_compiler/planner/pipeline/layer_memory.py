@@ -78,21 +78,21 @@ class LayerMemory:
         """Decisions for the stages of a rank, by stage, whether they fit or not. memory: of the rank besides what its stages
         save."""
         own = [k for k in range(self.table.stages) if self.table.ranks[k] == rank]
-        found, room, around = self.found, self.found.sharing.room(memory), self._around(own)
+        found, share, around = self.found, self.found.sharing.share_of(memory), self._around(own)
         of_rank = RankMemory(moments_of(self.table, rank, self.at_once), {k: self._stage_bytes(k) for k in own})
         if found.budgeted:
             problems = PieceProblems(
-                {k: self.stages[k] for k in own}, of_rank, room, around, self._joint, self._later, found.sharing.whole.name,
-                found.options)
+                {k: self.stages[k] for k in own}, of_rank, share, around, self._joint, self._later,
+                found.sharing.replicated.name, found.options)
 
             def fits(chosen: Mapping[Run, SavedValues]) -> bool:
                 self.chosen.update(chosen)
-                return all(each.fits for each in self._counted(own, of_rank, room, around).values())
+                return all(each.fits for each in self._counted(own, of_rank, share, around).values())
 
             problems.decided(MOST_SWEEPS, fits)
-        return self._counted(own, of_rank, room, around)
+        return self._counted(own, of_rank, share, around)
 
-    def _counted(self, own: Sequence[int], of_rank: RankMemory, room: BudgetShare,
+    def _counted(self, own: Sequence[int], of_rank: RankMemory, share: BudgetShare,
                  around: LoopMemory) -> dict[int, CheckpointDecision]:
         """The decisions for these stages of a rank, with their memory."""
         saved, found = {k: self._saved_bytes(k) for k in own}, {}
@@ -100,7 +100,7 @@ class LayerMemory:
             others = of_rank.others(k, saved)
             count = in_flight(k, of_rank.moments, of_rank.stages[k].waits)
             loop = replace(around, others=Microbatches((OtherMicrobatches(count - 1),)))
-            found[k] = loop.of_step(self._decision(k, others, saved[k], room.left), room.left, room.after)
+            found[k] = loop.of_step(self._decision(k, others, saved[k], share.available), share.available, share.after)
         return found
 
     def in_flight(self, stage: int) -> int:
@@ -163,7 +163,7 @@ class LayerMemory:
                 return max(layers.get(self.blocks.get(node, ""), 1), 1)
 
             table = piece_table(self.table, [int(piece not in counts) for piece in range(found.step.table.stages)])
-            alone = StageCheckpointing(replace(found.step, table=table), found.sharing, found.tape, found.parameters)
+            alone = StageCheckpointing(replace(found.step, table=table), found.sharing, found.builder, found.parameters)
             self.known_around[key] = alone.around(0, copies)
         return self.known_around[key]
 
@@ -177,7 +177,7 @@ class LayerMemory:
     def _graph(self, piece: int) -> PieceGraph:
         if piece not in self.known:
             found, costs, graph = self.found, self.costs, self.costs.staged.graphs[piece]
-            joint = counted_stage(graph, costs.compiler, costs.splits_backward, found.tape_of(piece))
+            joint = counted_stage(graph, costs.compiler, costs.splits_backward, found.builder_of(piece))
             program = read(STORAGE_PROGRAM, joint)
             sent = [node.name for node in returned_nodes(joint)[-len(graph.own_sent_back):] if node is not None]
             sent_names = base_names(joint, sent if graph.own_sent_back else ())

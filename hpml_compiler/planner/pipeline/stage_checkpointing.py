@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hpml_compiler.options import Options
-from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem, equal_shares, tape_of_segment
+from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem, equal_shares, segment_program_of
 from hpml_compiler.planner.checkpointing.offload_cost import offload_price
 from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, GraphMemory, StepContext
@@ -117,12 +117,12 @@ def stage_bytes(step: StagedStep, stage: int, joint: GraphModule) -> StageBytes:
 
 
 class StageCheckpointing:
-    """Decides what the stages of a step save, and counts their memory. tape: the pass that builds the storage program of the
+    """Decides what the stages of a step save, and counts their memory. builder: the pass that builds the storage program of the
     full graph on the ranks of one stage. parameters: see `memory_of_parameters`."""
 
-    def __init__(self, step: StagedStep, sharing: StepContext, tape: BuildStorageProgram,
+    def __init__(self, step: StagedStep, sharing: StepContext, builder: BuildStorageProgram,
                  parameters: Mapping[str, tuple[float, ...]]):
-        self.step, self.sharing, self.tape, self.parameters = step, sharing, tape, parameters
+        self.step, self.sharing, self.builder, self.parameters = step, sharing, builder, parameters
         self.owners = step.needs.owners(parameters)
         self._stages_of: dict[int, _RankStages] = {}
 
@@ -138,11 +138,12 @@ class StageCheckpointing:
             written, device = frozenset(compat.mutated_inputs(problem.traced.gm)), cluster.device.kind
         alone = cluster_of_stage(cluster, options.stage_ranks)
         mesh = enumerate_meshes(alone)[0] if planned is None else mesh_from_pin(planned.mesh, alone)
-        tape = BuildStorageProgram(problem.outputs, MeshPrices(mesh, options.optimizer_states), options.compiler == "inductor",
+        builder = BuildStorageProgram(problem.outputs, MeshPrices(mesh, options.optimizer_states),
+                                      options.compiler == "inductor",
                                    written, groups.axis_of, offload_price(options, cluster), device,
                                    recompute=tuple(options.recompute.items()))
         parameters = memory_of_parameters(problem.annotated, planned, options.resident_states)
-        return StageCheckpointing(step, sharing, tape, parameters)
+        return StageCheckpointing(step, sharing, builder, parameters)
 
     @property
     def options(self) -> Options:
@@ -156,7 +157,7 @@ class StageCheckpointing:
         """Memory of a rank besides what its stages save."""
         own = [each for name, each in self.parameters.items() if self.owners.get(name, rank) == rank]
         held, gradients, states = (sum(each[k] for each in own) for k in range(3))
-        return GraphMemory(self.sharing.whole.name, held, gradients, states, max((each[1] for each in own), default=0.0))
+        return GraphMemory(self.sharing.replicated.name, held, gradients, states, max((each[1] for each in own), default=0.0))
 
     def fullest(self, kept: Sequence[CheckpointDecision]) -> GraphMemory:
         """Memory of the rank that holds most, with what its stages save; other graphs of the step count it on all ranks. kept:
@@ -177,7 +178,7 @@ class StageCheckpointing:
 
     def split(self, stage: int, kept: CheckpointDecision) -> StageSplit:
         """Split of a stage into forward and backward, as decided."""
-        return StageSplit(kept, self.tape_of(stage), self.options.offload_folder or "")
+        return StageSplit(kept, self.builder_of(stage), self.options.offload_folder or "")
 
     def decided(self, rank: int, strict: bool, allowance: WorkLimit | None = None) -> tuple[CheckpointDecision, ...]:
         """The decisions for the stages of a rank, in order. strict: raise Infeasible if nothing fits; otherwise return the
@@ -249,26 +250,26 @@ class StageCheckpointing:
         results = tuple(None if name in elsewhere else name for name in loop.results)
         loop = replace(loop, backward=here, results=results)
         return loop_memory(step.marked, loop, step.forward_outputs, step.table.microbatches, step.at_once,
-                           tape_of_segment(self.tape), layers)
+                           segment_program_of(self.builder), layers)
 
-    def tape_of(self, stage: int) -> BuildStorageProgram:
+    def builder_of(self, stage: int) -> BuildStorageProgram:
         """The pass that builds the storage program of a stage."""
         graph, step = self.step.staged.graphs[stage], self.step
         written = {node.name for k, node in enumerate(step.marked.graph.find_nodes(op="placeholder"))
-                   if input_position(node, k) in self.tape.written}
+                   if input_position(node, k) in self.builder.written}
         changed = frozenset(name for name, read in step.staged.reads.items() if read.name in written)
-        return replace(self.tape, forward_outputs=graph.forward_outputs, written=changed, received=frozenset(graph.read))
+        return replace(self.builder, forward_outputs=graph.forward_outputs, written=changed, received=frozenset(graph.read))
 
 
 class _RankStages:
     """The checkpointing problems of the stages of one rank."""
 
     def __init__(self, found: StageCheckpointing, rank: int):
-        step, self.name, self.options = found.step, found.sharing.whole.name, found.options
+        step, self.name, self.options = found.step, found.sharing.replicated.name, found.options
         self.stages = step.stages_of(rank)
         self.graphs = {k: step.staged.graphs[k] for k in self.stages}
-        self.room = found.sharing.room(found.memory(rank))
-        self.joints = {k: counted_stage(self.graphs[k], found.options.compiler, step.table.splits_backward, found.tape_of(k))
+        self.share = found.sharing.share_of(found.memory(rank))
+        self.joints = {k: counted_stage(self.graphs[k], found.options.compiler, step.table.splits_backward, found.builder_of(k))
                        for k in self.stages}
         self.around = found.around(rank)
         self.memory = RankMemory(moments_of(step.table, rank, step.at_once), {
@@ -279,5 +280,5 @@ class _RankStages:
         """saved: bytes that one microbatch saves in the other stages of this rank."""
         others = self.memory.others(stage, saved)
         counting_microbatches(others)(self.joints[stage])
-        return CheckpointProblem(self.joints[stage], self.graphs[stage].forward_outputs, self.room,
+        return CheckpointProblem(self.joints[stage], self.graphs[stage].forward_outputs, self.share,
                                  f"{self.name}, stage {stage}", replace(self.around, others=others))

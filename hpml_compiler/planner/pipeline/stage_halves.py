@@ -142,11 +142,11 @@ class StageHalves:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """Split of a stage into forward and backward under a budget. kept: its checkpointing decision. tape: the pass that
+    """Split of a stage into forward and backward under a budget. kept: its checkpointing decision. builder: the pass that
     builds its storage program. folder: for offloaded activations."""
 
     kept: CheckpointDecision
-    tape: BuildStorageProgram
+    builder: BuildStorageProgram
     folder: str = ""
 
 
@@ -157,12 +157,12 @@ def joint_of_stage(graph: StageGraph, compiler: str) -> GraphModule:
     return joint
 
 
-def counted_stage(graph: StageGraph, compiler: str, splits_backward: bool, tape: BuildStorageProgram) -> GraphModule:
+def counted_stage(graph: StageGraph, compiler: str, splits_backward: bool, builder: BuildStorageProgram) -> GraphModule:
     """The same with its storage program, in which the two parts of backward follow each other."""
     joint = joint_of_stage(graph, compiler)
     if splits_backward:
         weight_part_last(joint, len(graph.own_sent_back))
-    building_storage_program(tape)(joint)
+    building_storage_program(builder)(joint)
     return joint
 
 
@@ -175,7 +175,7 @@ def base_names(joint: GraphModule, names: Container[str]) -> frozenset[str]:
 def halves_of(graph: StageGraph, compiler: str, splits_backward: bool = False, split: StageSplit | None = None) -> StageHalves:
     """split: under a memory budget; without one, the values that are saved are the fewest bytes."""
     if split is not None:
-        joint = counted_stage(graph, compiler, splits_backward, split.tape)
+        joint = counted_stage(graph, compiler, splits_backward, split.builder)
         forward, whole = cut_as_kept(joint, split.kept, graph.forward_outputs, split.folder)
     else:
         joint = joint_of_stage(graph, compiler)

@@ -143,13 +143,13 @@ class _BudgetSearch:
 
 
 def _kept(planned: PlanResult) -> CheckpointDecision:
-    assert planned.kept is not None, "it was tried out"
-    return planned.kept
+    assert planned.checkpointing is not None, "it was tried out"
+    return planned.checkpointing
 
 
 def _again_us(planned: PlanResult) -> float:
     """Time for recomputation and offloading, in µs."""
-    return _kept(planned).again_us + _kept(planned).offload_us
+    return _kept(planned).recompute_us + _kept(planned).offload_us
 
 
 def _us(planned: PlanResult) -> float:

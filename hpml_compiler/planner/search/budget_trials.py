@@ -36,7 +36,7 @@ def plan_by_trials(plan: Callable[..., PlanResult], trial: DryRun, allowance: Wo
     remedies = [] if sharing.options.offloads("saved") else ['offload="saved"']
     if sharing.options.resident_states and trial.step.cluster.device.kind == "cpu":  # several GPUs do not support it
         remedies.append('offload="optimizer"')
-    return search_within_budget(placed, try_out, sharing.budget, allowance, sharing.held_by_others, sharing.options.gap,
+    return search_within_budget(placed, try_out, sharing.budget, allowance, sharing.other_graphs_bytes, sharing.options.gap,
                                 remedies)
 
 
@@ -68,7 +68,7 @@ def plan_as_pinned(plan: Callable[..., PlanResult], trial: DryRun, allowance: Wo
     """Apply the checkpointing of a saved plan, and the collectives that the trial is given; None where it was made for another
     budget and does not fit this one."""
     sharing = trial.sharing
-    planned = _placed(plan, trial, MemoryModel(0.0), sharing.budget - sharing.held_by_others, allowance)
+    planned = _placed(plan, trial, MemoryModel(0.0), sharing.budget - sharing.other_graphs_bytes, allowance)
     obeyed = trial.obey(planned, pinned)
     return None if obeyed is None else with_gap(obeyed, planned, sharing.options.gap)
 
@@ -76,5 +76,5 @@ def plan_as_pinned(plan: Callable[..., PlanResult], trial: DryRun, allowance: Wo
 def _placed(plan: Callable[..., PlanResult], trial: DryRun, lifetimes: MemoryModel, budget_bytes: float, allowance: WorkLimit,
             ) -> PlanResult:
     share = None if lifetimes.saved_share is None else lifetimes.saved_share * trial.saved_part
-    lifetimes = replace(lifetimes, saved_share=share, made=trial.sharing.making.at_once)
+    lifetimes = replace(lifetimes, saved_share=share, transient=trial.sharing.transient.at_once)
     return plan(lifetimes=lifetimes, budget_bytes=budget_bytes, allowance=allowance)

@@ -51,15 +51,15 @@ class DryRun:
         recomputation. allowance: for solving; a part of the options' time limit if None."""
         within = allowance or WorkLimit(MOST_OF_THE_TIME * self.step.options.time_limit)
         if self.times is None:
-            return replace(planned, kept=self._solved(planned, within))
+            return replace(planned, checkpointing=self._solved(planned, within))
         choice, found, least_us = self._choice(planned), list[PlanResult](), math.inf
         for repeats in choice.candidates(self.sharing.budget):
             us = choice.us(repeats)
             if us < least_us:  # else recomputation cannot make up for it
                 kept = replace(self, repeats=repeats)._solved(planned, within)
-                found.append(replace(planned, kept=kept, repeats=repeats, repeats_us=us))
+                found.append(replace(planned, checkpointing=kept, repeats=repeats, repeats_us=us))
                 least_us = min(least_us, _more_us(found[-1]) if kept.fits else math.inf)
-        fitting = [each for each in found if each.kept is not None and each.kept.fits]
+        fitting = [each for each in found if each.checkpointing is not None and each.checkpointing.fits]
         return min(fitting, key=_more_us) if fitting else min(found, key=_peak_bytes)
 
     def _choice(self, planned: PlanResult) -> GatherChoice:
@@ -82,34 +82,34 @@ class DryRun:
         if kept is None:
             return None
         us = 0.0 if self.times is None or self.repeats is None else self._choice(planned).us(self.repeats)
-        return replace(planned, kept=replace(kept, ahead=pinned.ahead), repeats=self.repeats, repeats_us=us)
+        return replace(planned, checkpointing=replace(kept, ahead=pinned.ahead), repeats=self.repeats, repeats_us=us)
 
     def problem(self, planned: PlanResult, ahead: bool = True) -> CheckpointProblem:
         """The rewritten graph's problem. ahead: with all-gathers that overlap the previous block, which take more memory."""
         step, gm, axes = self.step, copy_graph(self.step.annotated.gm), device_axes(planned.mesh)
         groups = MeshGroups(axes, (0,) * len(axes), tuple(f"trial_{axis.name}" for axis in axes))
-        room, name, tape = self.sharing.room(self.held(planned)), planned.record.name, self.tape(planned, groups)
+        share, name, builder = self.sharing.share_of(self.memory(planned)), planned.record.name, self.builder(planned, groups)
         if self.times is not None:
             loop = loop_of(gm, step.annotated.graph, planned.decision, self.times, groups, step.outputs, step.kept_gradients,
                            step.options.compiler, self.repeats or ONCE, ahead, compact=True)
-            return problem_of_loop(gm, loop, self.times.microbatches, tape, room, name, step.folded)
+            return problem_of_loop(gm, loop, self.times.microbatches, builder, share, name, step.folded)
         after_planning(planned.decision, groups, step.options.compiler, step.outputs, step.kept_gradients,
                        compact=True, ahead=ahead, by_block=step.folded is not None)(gm)
-        building_storage_program(tape)(gm)
-        return CheckpointProblem(gm, step.outputs, room, name)
+        building_storage_program(builder)(gm)
+        return CheckpointProblem(gm, step.outputs, share, name)
 
     @property
     def saved_part(self) -> float:
         """Share of the full batch's saved values that are in memory at the same time."""
         return memory_model_in_time(self.times, loss_of(self.step.annotated.gm) is not None).in_flight
 
-    def held(self, planned: PlanResult) -> GraphMemory:
+    def memory(self, planned: PlanResult) -> GraphMemory:
         """Memory of this graph on a rank, besides saved activations."""
-        memory, whole = planned.record.memory, self.sharing.whole
+        memory, whole = planned.record.memory, self.sharing.replicated
         part = memory.gradients / whole.gradients if whole.gradients else 1.0
         return GraphMemory(whole.name, memory.parameters, memory.gradients, memory.optimizer, part * whole.largest)
 
-    def tape(self, planned: PlanResult, groups: MeshGroups) -> BuildStorageProgram:
+    def builder(self, planned: PlanResult, groups: MeshGroups) -> BuildStorageProgram:
         step = self.step
         prices = MeshPrices(mesh_from_pin(planned.mesh, step.cluster), step.options.optimizer_states)
         return BuildStorageProgram(step.outputs, prices, step.options.compiler == "inductor", step.written, groups.axis_of,
@@ -119,10 +119,10 @@ class DryRun:
 
 def _more_us(tried: PlanResult) -> float:
     """Time that a step takes longer than with everything saved, and gathered and reduced once."""
-    assert tried.kept is not None, "it was tried out"
-    return tried.kept.again_us + tried.kept.offload_us + tried.repeats_us
+    assert tried.checkpointing is not None, "it was tried out"
+    return tried.checkpointing.recompute_us + tried.checkpointing.offload_us + tried.repeats_us
 
 
 def _peak_bytes(tried: PlanResult) -> int:
-    assert tried.kept is not None, "it was tried out"
-    return tried.kept.peak_bytes
+    assert tried.checkpointing is not None, "it was tried out"
+    return tried.checkpointing.peak_bytes

@@ -66,10 +66,10 @@ class CachedPlan(Record):
 @dataclass(frozen=True)
 class PlanCache:
     """The plan cache for one graph. key: digest of all that determines its plan except the costs of the quick profile, which
-    are in `look`. options: with the budget, if there is one, in bytes."""
+    are in `quick_profile`. options: with the budget, if there is one, in bytes."""
 
     key: str
-    look: Mapping[str, float]
+    quick_profile: Mapping[str, float]
     options: Options
 
     def about(self, *others: object) -> PlanCache:
@@ -105,7 +105,7 @@ class PlanCache:
         except ValidationError:
             log.warning("the cached plan is corrupt; hpml searches again")
             return None
-        return found if found is not None and _alike(found.look, self.look) else None
+        return found if found is not None and _alike(found.look, self.quick_profile) else None
 
     def _obeyed(self, obey: Callable[[CachedPlan], PlanResult | None], found: CachedPlan) -> PlanResult | None:
         """The cached plan with its search report, whose bound holds for equal costs; None if the answer has another cost."""
@@ -114,7 +114,7 @@ class PlanCache:
         except (BadInput, Infeasible) as refusal:
             log.info("%s", refusal)
             return None
-        if planned is None or found.look or self.look:
+        if planned is None or found.look or self.quick_profile:
             return planned
         record = planned.record
         if not math.isclose(record.solver.cost or 0.0, found.solver.cost or 0.0, rel_tol=CLOSE):
@@ -124,9 +124,10 @@ class PlanCache:
 
     def _remember(self, planned: PlanResult) -> None:
         record = planned.record
-        kept = None if planned.kept is None else checkpointing_plan(planned.kept, self.options)
+        kept = None if planned.checkpointing is None else checkpointing_plan(planned.checkpointing, self.options)
         entry = CachedPlan(mesh=record.mesh, decisions=record.decisions, solver=record.solver, rejected=planned.rejected,
-                           kept=kept, look=dict(self.look), **({} if planned.repeats is None else asdict(planned.repeats)))
+                           kept=kept, look=dict(self.quick_profile),
+                           **({} if planned.repeats is None else asdict(planned.repeats)))
         try:
             plan_database.put(self.key, entry.model_dump_json())
         except BadInput as error:

@@ -113,7 +113,7 @@ class CompiledTogether:
         self.name, self.agreed, self._done = name, False, False
         self._of_backward: Exception | None = None
 
-    def whole(self, make: Callable[[], T]) -> T:
+    def compile_all(self, make: Callable[[], T]) -> T:
         """Run `make()`: everything that AOTAutograd compiles before the first call."""
         made = when_all_succeed(f"compile {self.name}", lambda: self._with_backward(make), lambda: self.agreed)
         self._done = True

@@ -42,7 +42,7 @@ class _OutputState:
         self.what, self.gradient, self.thread = what, gradient, threading.current_thread()
         self.data: torch.Tensor | None = None
 
-    def whole(self, part: torch.Tensor, spec: Any) -> torch.Tensor:
+    def full_tensor(self, part: torch.Tensor, spec: Any) -> torch.Tensor:
         if self.data is None:
             self.data = self._gather(part, spec)
         return self.data
@@ -134,7 +134,7 @@ class LazyOutput(PlacedTensor):
             return to_full_tensor(compat.make_dtensor(PlacedTensor, self._local_tensor, self._spec))
         shared, part, spec = own["shared"], own["part"], own["spec"]
         with compat.outside_transforms():
-            data = shared.whole(self._local_tensor, spec)
+            data = shared.full_tensor(self._local_tensor, spec)
             if self._local_tensor is not data:  # for callers that treat it as a DTensor: it is replicated now
                 self._spec = compat.dtensor_spec(spec.mesh, [Replicate()] * spec.mesh.ndim, data)
                 self._local_tensor = data

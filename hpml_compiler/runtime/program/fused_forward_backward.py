@@ -28,29 +28,29 @@ are not scaled down but recomputed: they may have overflowed."""
 @dataclass(frozen=True)
 class RerunState:
     """State for rerunning a step. names: the graph's inputs, without `numbers`, which are the same at every call; written:
-    those that are mutated after forward; draws: whether the step draws random numbers; device: on which. narrow: whether it has
-    low-precision numbers. whole: makes a loop that takes gradients at all outputs; None where that is not possible."""
+    those that are mutated after forward; uses_rng: whether the step draws random numbers; device: on which. narrow: whether it
+    has low-precision numbers. full_loop: makes a loop that takes gradients at all outputs; None where that is not possible."""
 
     names: tuple[str, ...]
     numbers: Mapping[str, Any]
     written: frozenset[str]
-    draws: bool
+    uses_rng: bool
     device: torch.device
     narrow: bool
-    whole: Callable[[], MicrobatchLoop] | None = None
+    full_loop: Callable[[], MicrobatchLoop] | None = None
 
     def keep(self, values: Mapping[str, Any]) -> list[Any]:
         """Values to save until backward: inputs, and RNG states."""
         kept = [values[name].clone() if name in self.written else values[name] for name in self.names]
-        return kept + (random_states(self.device) if self.draws else [])
+        return kept + (random_states(self.device) if self.uses_rng else [])
 
     @contextlib.contextmanager
     def drawing(self, kept: Sequence[Any]) -> Iterator[Values]:
         """Yields the inputs; random numbers drawn inside are those of forward."""
         count = len(self.names)
-        devices = [self.device] if self.draws and self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices) if self.draws else contextlib.nullcontext():
-            if self.draws:
+        devices = [self.device] if self.uses_rng and self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices) if self.uses_rng else contextlib.nullcontext():
+            if self.uses_rng:
                 torch.set_rng_state(kept[count])
             if devices:
                 torch.cuda.set_rng_state(kept[count + 1], self.device)
@@ -63,12 +63,12 @@ def random_states(device: torch.device) -> list[torch.Tensor]:
 
 class FusedForwardBackward:
     """forward returns the graph's forward outputs, its gradients, the tangent that these were computed with, and the values
-    that a rerun (`again`) would take. Where a rerun is certain, gradients are empty and the tangent is NaN. saved: examples of
+    that a rerun would take. Where a rerun is certain, gradients are empty and the tangent is NaN. saved: examples of
     all these. `loss` is the name of the loss's tangent; at the other tangents, no gradient is expected."""
 
     def __init__(self, schedule: MicrobatchLoop, forward_outputs: int, loss: str, saved: Sequence[Any],
                  again: RerunState | None):
-        self.schedule, self.forward_outputs, self.loss, self.again = schedule, forward_outputs, loss, again
+        self.schedule, self.forward_outputs, self.loss, self.rerun = schedule, forward_outputs, loss, again
         self.as_taken = numbers_first(range(len(saved)), saved)
         self.like, self.last = saved, 1.0
         self.gradients = sum(name is not None for name in schedule.loop.results[forward_outputs:])
@@ -76,14 +76,14 @@ class FusedForwardBackward:
         self.known = again is None or not again.narrow
         """Guess that the next tangent equals the last one: not for low-precision numbers before the first backward."""
         self.others = False
-        self.whole: MicrobatchLoop | None = None
+        self.full_loop: MicrobatchLoop | None = None
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         loop = self.schedule.loop
-        names = [name for name in loop.given if not name.startswith("tangents")]
+        names = [name for name in loop.inputs if not name.startswith("tangents")]
         values = dict(zip(names, arguments, strict=True))
         arguments.clear()
-        kept = [] if self.again is None else self.again.keep(values)
+        kept = [] if self.rerun is None else self.rerun.keep(values)
         if self.known and not self.others:
             values[self.loss] = used = torch.full((), self.last, dtype=self.dtype, device=self.device)
             self.schedule.at_once(values)
@@ -97,7 +97,7 @@ class FusedForwardBackward:
 
     def backward(self, arguments: list[Any]) -> list[Any]:
         saved = in_order(self.as_taken, arguments)
-        tangents = [name for name in self.schedule.loop.given if name.startswith("tangents")]
+        tangents = [name for name in self.schedule.loop.inputs if name.startswith("tangents")]
         given = dict(zip(tangents, arguments[len(saved):], strict=True))
         arguments.clear()
         used, gradients, kept = saved[self.gradients], saved[:self.gradients], saved[self.gradients + 1:]
@@ -121,27 +121,27 @@ class FusedForwardBackward:
 
     def _anew(self, value: float, before: float) -> bool:
         """True if the step must be rerun, since the gradients of forward are missing or cannot be scaled."""
-        if self.again is None or value == before:
+        if self.rerun is None or value == before:
             return False
-        return math.isnan(before) or (self.again.narrow and not 1 <= value / before <= FEW_BITS_LOST)
+        return math.isnan(before) or (self.rerun.narrow and not 1 <= value / before <= FEW_BITS_LOST)
 
     def _whole(self) -> MicrobatchLoop:
-        if self.whole is None:
-            if self.again is None or self.again.whole is None:
+        if self.full_loop is None:
+            if self.rerun is None or self.rerun.full_loop is None:
                 raise HpmlError(
                     "backward has a gradient for another output than the loss, which was compiled without one",
                     "backward",
                     "compute all of the loss in the compiled model or none of it, or remove options['microbatches']")
-            self.whole = self.again.whole()
+            self.full_loop = self.rerun.full_loop()
             log.warning("backward has a gradient for another output than the loss: from now on, microbatches recompute forward "
                         "in backward; to avoid this, compute all of the loss in the compiled model, or none of it")
         self.others = True
-        return self.whole
+        return self.full_loop
 
     def _repeated(self, schedule: MicrobatchLoop, kept: Sequence[Any], given: Mapping[str, Any]) -> list[Any]:
         """Rerun the step with the tangents that have arrived."""
-        assert self.again is not None, "its inputs were saved"
-        with self.again.drawing(kept) as values:
+        assert self.rerun is not None, "its inputs were saved"
+        with self.rerun.drawing(kept) as values:
             values.update(given)
             schedule.at_once(values)
         return schedule.results(values, schedule.loop.results[self.forward_outputs:])

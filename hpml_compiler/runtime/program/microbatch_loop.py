@@ -165,7 +165,7 @@ class SplitForwardBackward:
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         loop = self.schedule.loop
-        names = [name for name in loop.given if not name.startswith("tangents")]
+        names = [name for name in loop.inputs if not name.startswith("tangents")]
         values = dict(zip(names, arguments, strict=True))
         arguments.clear()
         saved = self.schedule.all_forward(values)
@@ -176,7 +176,7 @@ class SplitForwardBackward:
         loop = self.schedule.loop
         given = in_order(self.as_taken, arguments)
         values = dict(zip(self.kept, given, strict=False))
-        tangents = [name for name in loop.given if name.startswith("tangents")]
+        tangents = [name for name in loop.inputs if name.startswith("tangents")]
         values.update(zip(tangents, arguments[len(given):], strict=True))
         arguments.clear()
         saved, first = [], len(self.kept)
@@ -211,7 +211,7 @@ def _sorted(values: Sequence[Any], like: Sequence[Any], numbers: bool) -> list[A
 
 def saved_for_backward(loop: PrologueEpilogue, forward_outputs: int) -> tuple[str, ...]:
     """Names of the values that backward reads from forward, without the saved values of microbatches."""
-    there = {name for name in loop.given if not name.startswith("tangents")}
+    there = {name for name in loop.inputs if not name.startswith("tangents")}
     there.update(loop.before[0].makes, loop.after[0].makes, (each.name for each in loop.forward))
     read = [*loop.before[1].reads, *(each.name for each in loop.late), *loop.after[1].reads,
             *(name for name in loop.results[forward_outputs:] if name is not None)]

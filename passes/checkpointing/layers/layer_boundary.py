@@ -36,15 +36,15 @@ class LayerBoundary:
         return frozenset(handed_on | back | {*self.leaving, *self.leaving.values()})
 
 
-def boundary_between(tape: StorageProgram, one: FoldedLayer, other: FoldedLayer) -> LayerBoundary:
+def boundary_between(program: StorageProgram, one: FoldedLayer, other: FoldedLayer) -> LayerBoundary:
     """Boundary of two neighbors, in the order of forward. Raises LayersDiffer."""
-    return _LayerPairing(tape, one, other).seam()
+    return _LayerPairing(program, one, other).seam()
 
 
-def layer_boundaries(tape: StorageProgram) -> tuple[LayerBoundary, ...]:
+def layer_boundaries(program: StorageProgram) -> tuple[LayerBoundary, ...]:
     """Boundaries of all folded layers."""
-    return tuple(boundary_between(tape, one, other) for one,
-                 other in zip(tape.stand_ins[::2], tape.stand_ins[1::2], strict=True))
+    return tuple(boundary_between(program, one, other) for one,
+                 other in zip(program.stand_ins[::2], program.stand_ins[1::2], strict=True))
 
 
 def _hold(condition: object) -> None:
@@ -53,22 +53,22 @@ def _hold(condition: object) -> None:
 
 
 class _LayerPairing:
-    def __init__(self, tape: StorageProgram, one: FoldedLayer, other: FoldedLayer):
-        self.tape, self.one, self.other = tape, one, other
+    def __init__(self, program: StorageProgram, one: FoldedLayer, other: FoldedLayer):
+        self.program, self.one, self.other = program, one, other
         _hold(len(one.runs) == len(other.runs))
-        self.home = {s: layer for layer in (one, other) for k in layer.runs for s in tape.runs[k].makes}
+        self.home = {s: layer for layer in (one, other) for k in layer.runs for s in program.runs[k].makes}
         self.twins: dict[int, int] = {}
         self.entering: dict[int, int] = {}
         self.leaving: dict[int, int] = {}
         self.shared: set[int] = set()
 
     def seam(self) -> LayerBoundary:
-        pairs = [(self.tape.runs[k], self.tape.runs[m]) for k, m in zip(self.one.runs, self.other.runs, strict=True)]
+        pairs = [(self.program.runs[k], self.program.runs[m]) for k, m in zip(self.one.runs, self.other.runs, strict=True)]
         for run, twin in pairs:
             _hold(_does(run) == _does(twin))
             for s, t in zip(run.makes, twin.makes, strict=True):
                 self.twins[s] = t
-                _hold(_is(self.tape, s) == _is(self.tape, t))
+                _hold(_is(self.program, s) == _is(self.program, t))
         for run, twin in pairs:
             for s, t in zip(run.reads, twin.reads, strict=True):
                 self._pair_reads(s, t)
@@ -83,11 +83,11 @@ class _LayerPairing:
         if homes == (self.one, self.other):
             _hold(self.twins[s] == t)
         elif homes == (None, self.one):
-            _hold(self.entering.setdefault(t, s) == s and _alike(self.tape, s, t))
+            _hold(self.entering.setdefault(t, s) == s and _alike(self.program, s, t))
         elif homes == (self.other, None):
-            _hold(self.leaving.setdefault(s, t) == t and _alike(self.tape, s, t))
+            _hold(self.leaving.setdefault(s, t) == t and _alike(self.program, s, t))
         else:  # the same for all layers, or each layer's own, such as parameters, which are always in memory
-            given = {self.tape.storages[each].given for each in (s, t)}
+            given = {self.program.storages[each].input_phase for each in (s, t)}
             _hold(homes == (None, None) and (s == t or given == {"forward"}))
             self.shared.update({s, t} if s == t else ())
 
@@ -95,8 +95,8 @@ class _LayerPairing:
         """Only its neighbors read a layer's storages: no other reader could name one of the folded layers."""
         own = {*self.one.runs, *self.other.runs}
         for s, t in self.twins.items():
-            _hold(t in self.leaving or own.issuperset(self.tape.readers[s]))
-            _hold(s in self.entering or own.issuperset(self.tape.readers[t]))
+            _hold(t in self.leaving or own.issuperset(self.program.readers[s]))
+            _hold(s in self.entering or own.issuperset(self.program.readers[t]))
 
 
 def _does(run: ProgramOp) -> tuple[object, ...]:
@@ -104,13 +104,13 @@ def _does(run: ProgramOp) -> tuple[object, ...]:
             run.waits_for is None, len(run.reads), len(run.makes))
 
 
-def _is(tape: StorageProgram, s: int) -> tuple[object, ...]:
-    return *_holds(tape.storages[s]), s in tape.returned, s in tape.gradients
+def _is(program: StorageProgram, s: int) -> tuple[object, ...]:
+    return *_holds(program.storages[s]), s in program.returned, s in program.gradients
 
 
-def _alike(tape: StorageProgram, s: int, t: int) -> bool:
-    return _holds(tape.storages[s]) == _holds(tape.storages[t])
+def _alike(program: StorageProgram, s: int, t: int) -> bool:
+    return _holds(program.storages[s]) == _holds(program.storages[t])
 
 
 def _holds(storage: Storage) -> tuple[object, ...]:
-    return storage.nbytes, storage.save_us, storage.offload_us, storage.said
+    return storage.nbytes, storage.save_us, storage.offload_us, storage.pinned

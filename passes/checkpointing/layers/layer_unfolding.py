@@ -20,17 +20,17 @@ CLOSE = 0.02
 
 @dataclass(frozen=True)
 class UnfoldedProgram:
-    """source, run_source: for each storage and op of `tape`, its index in the folded program."""
+    """source, run_source: for each storage and op of `program`, its index in the folded program."""
 
-    tape: StorageProgram
+    program: StorageProgram
     source: tuple[int, ...]
     run_source: tuple[int, ...]
 
     def walk(self, walked: MemoryTrace) -> MemoryTrace:
         """Trace with the decision of a folded trace."""
         kept, away = (frozenset(s for s, source in enumerate(self.source) if source in which)
-                      for which in (walked.kept, walked.offloaded))
-        return simulate_memory(self.tape, kept, away)
+                      for which in (walked.saved, walked.offloaded))
+        return simulate_memory(self.program, kept, away)
 
     def most(self, phase: PhaseTimeline) -> dict[int, int]:
         """Maximum bytes over the layers of each op, by the op's number in the folded program's phase."""
@@ -41,17 +41,17 @@ class UnfoldedProgram:
         return found
 
 
-def unfold_layers(tape: StorageProgram) -> UnfoldedProgram:
+def unfold_layers(program: StorageProgram) -> UnfoldedProgram:
     """Unfold. Raises LayersDiffer."""
-    return _Unfolding(tape).unfolded()
+    return _Unfolding(program).unfolded()
 
 
 def counts_alike(walked: MemoryTrace) -> bool:
     """True if the folded trace nowhere counts less than the unfolded one, and its peak is not much higher."""
-    tape = walked.tape
-    few = replace(tape, stand_ins=tuple(replace(each, layers=min(each.layers, FEW)) for each in tape.stand_ins))
+    program = walked.program
+    few = replace(program, stand_ins=tuple(replace(each, layers=min(each.layers, FEW)) for each in program.stand_ins))
     unfolded = unfold_layers(few)
-    folded, whole = simulate_memory(few, walked.kept, walked.offloaded), unfolded.walk(walked)
+    folded, whole = simulate_memory(few, walked.saved, walked.offloaded), unfolded.walk(walked)
     for ours, theirs in (folded.forward, whole.forward), (folded.backward, whole.backward):
         counted, most = dict(zip(ours.order, ours.nbytes, strict=True)), unfolded.most(theirs)
         if counted.keys() != most.keys() or any(most[number] > nbytes for number, nbytes in counted.items()):
@@ -62,8 +62,8 @@ def counts_alike(walked: MemoryTrace) -> bool:
 class _Unfolding:
     """numbers: by storage of the folded program and index of its layer, from 1."""
 
-    def __init__(self, tape: StorageProgram):
-        self.tape, self.seams = tape, layer_boundaries(tape)
+    def __init__(self, program: StorageProgram):
+        self.program, self.seams = program, layer_boundaries(program)
         self.runs: list[ProgramOp] = []
         self.source: list[int] = []
         self.run_source: list[int] = []
@@ -75,12 +75,12 @@ class _Unfolding:
         self.back = [{t: s for s, t in each.twins.items()} for each in self.seams]
 
     def unfolded(self) -> UnfoldedProgram:
-        tape = self.tape
-        for s, storage in enumerate(tape.storages):
+        program = self.program
+        for s, storage in enumerate(program.storages):
             if storage.maker is None:
                 self._storage(s, 1, None)
         at = 0
-        while at < len(tape.runs):
+        while at < len(program.runs):
             if at in self.sections:
                 seam, stand_in, section = self.sections[at]
                 layers = range(1, stand_in.layers + 1)
@@ -91,11 +91,11 @@ class _Unfolding:
             else:
                 self._run(at, None, None, 1)
                 at += 1
-        storages = tuple(replace(tape.storages[s], maker=maker) for s, maker in zip(self.source, self.makers, strict=True))
+        storages = tuple(replace(program.storages[s], maker=maker) for s, maker in zip(self.source, self.makers, strict=True))
         returned, gradients = (frozenset(s for s, source in enumerate(self.source) if source in which)
-                               for which in (tape.returned, tape.gradients))
-        return UnfoldedProgram(StorageProgram(tuple(self.runs), storages, returned, gradients, tape.between_bytes,
-                                              tape.after_bytes),
+                               for which in (program.returned, program.gradients))
+        return UnfoldedProgram(StorageProgram(tuple(self.runs), storages, returned, gradients, program.between_bytes,
+                                              program.after_bytes),
                                tuple(self.source), tuple(self.run_source))
 
     def _storage(self, s: int, layer: int, maker: int | None) -> int:
@@ -105,7 +105,7 @@ class _Unfolding:
         return self.numbers[s, layer]
 
     def _run(self, k: int, seam: LayerBoundary | None, stand_in: FoldedLayer | None, layer: int) -> None:
-        run = self.tape.runs[k]
+        run = self.program.runs[k]
         reads = tuple(self.numbers[self._read(s, seam, stand_in, layer)] for s in run.reads)
         makes = tuple(self._storage(s, layer, len(self.runs)) for s in run.makes)
         waits_for = None if run.waits_for is None else self.makers[reads[0]]

@@ -18,13 +18,13 @@ class UnsupportedEpilogue(Exception):
 class MutatedInput:
     """An input that a program mutates, and into which AOTAutograd copies the new value after each call.
 
-    position: among the program's inputs. without_gradients: mutated under `no_grad` only. said: AOTAutograd's metadata
+    position: among the program's inputs. without_gradients: mutated under `no_grad` only. metadata: AOTAutograd's,
     of the input, by which it decides how to copy.
     """
 
     position: int
     without_gradients: bool
-    said: tuple[bool, ...]
+    metadata: tuple[bool, ...]
 
 
 def mutated_inputs_as_traced(inputs: int) -> tuple[MutatedInput, ...]:

@@ -60,7 +60,7 @@ class GraphFragment:
 @dataclass(frozen=True)
 class PrologueEpilogue:
     """reads: what a microbatch's forward takes, `late`: what depends on tangents. forward, backward: what its halves make.
-    before, after: what is done in forward, and what waits for backward. given: names of the graph's inputs. results: names of
+    before, after: what is done in forward, and what waits for backward. inputs: names of the graph's inputs. results: names of
     what it returns, or None where it returns nothing."""
 
     before: tuple[GraphFragment, GraphFragment]
@@ -69,7 +69,7 @@ class PrologueEpilogue:
     forward: tuple[LoopOutput, ...]
     backward: tuple[LoopOutput, ...]
     after: tuple[GraphFragment, GraphFragment]
-    given: tuple[str, ...]
+    inputs: tuple[str, ...]
     results: tuple[str | None, ...]
 
 

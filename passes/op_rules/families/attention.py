@@ -132,7 +132,7 @@ def _backward(call: Call, out: int | None, lse: int | None, mask: object, dropou
 
 def _local_lengths(position: int) -> Callable[[LocalCall, Insert], Node]:
     """Local call of kernels on GPUs that are told the lengths of their queries and keys, in this order from `position` on."""
-    return lambda call, insert: insert(call.target, *call.args[:position], call.local[0][2], call.local[1][2],
+    return lambda call, insert: insert(call.target, *call.args[:position], call.local_shapes[0][2], call.local_shapes[1][2],
                                        *call.args[position + 2:], **call.kwargs)
 
 

@@ -54,7 +54,7 @@ def _local_groups(weight: Node, channels: int) -> int:
 
 def _local_convolution(call: LocalCall, insert: Insert) -> Node:
     args = list(call.args)
-    args[8] = _local_groups(args[1], call.local[0][1] if args[6] else args[0].meta["val"].shape[1])
+    args[8] = _local_groups(args[1], call.local_shapes[0][1] if args[6] else args[0].meta["val"].shape[1])
     return insert(call.target, *args, **call.kwargs)
 
 

@@ -65,7 +65,7 @@ def _local_iota(call: LocalCall, insert: Insert) -> Node:
     if not call.ordered:
         return call.unchanged(insert)
     own, start, step = call.ordered[0], call.kwargs["start"], call.kwargs["step"]
-    if call.asks:
+    if call.at_run_time:
         return _from_asked(call, insert, insert(call.target, own.count, **call.kwargs), step)
     return own.marked(insert(call.target, own.count, **{**call.kwargs, "start": start + own.first * step}))
 
@@ -86,7 +86,8 @@ def _local_arange(call: LocalCall, insert: Insert) -> Node:
     number = int if all(isinstance(x, int) for x in call.args) else float
     start = number(call.args[0] if len(call.args) > 1 else 0)
     step = number(call.args[2] if len(call.args) > 2 else 1)
-    if call.asks and number is int and call.kwargs.get("dtype") in (None, torch.int64):  # others would be rounded otherwise
+    exact = call.kwargs.get("dtype") in (None, torch.int64)  # others would be rounded otherwise
+    if call.at_run_time and number is int and exact:
         positions = insert(aten.arange.start_step, start, start + own.count * step, step, **call.kwargs)
         return _from_asked(call, insert, positions, int(step))
     # Half a step before the next position: rounding must not make one more or one less.
@@ -98,11 +99,11 @@ def _local_strided(position: int) -> Callable[[LocalCall, Insert], Node]:
     """args from `position`: size, stride. The local tensor is packed in the whole one's order of dims."""
     def local(call: LocalCall, insert: Insert) -> Node:
         strides = list(call.args[position + 1])
-        if call.local != call.whole:
+        if call.local_shapes != call.global_shapes:
             step = 1
             for d in sorted(range(len(strides)), key=lambda d: strides[d]):
-                strides[d], step = step, step * max(call.local[0][d], 1)
-        return insert(call.target, *call.args[:position], list(call.local[0]), strides, **call.kwargs)
+                strides[d], step = step, step * max(call.local_shapes[0][d], 1)
+        return insert(call.target, *call.args[:position], list(call.local_shapes[0]), strides, **call.kwargs)
 
     return local
 

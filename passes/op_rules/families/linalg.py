@@ -88,7 +88,7 @@ def _local_factorization(factors: int) -> Callable[[LocalCall, Insert], Node]:
     def local(call: LocalCall, insert: Insert) -> Node:
         x, value = call.args[0], call.args[0].meta["val"]
         if call.strides:
-            whole = is_contiguous(call.whole[factors], call.strides[0])
+            whole = is_contiguous(call.global_shapes[factors], call.strides[0])
             if whole and not value.is_contiguous():
                 x = packed_copy(insert, x)
             elif not whole and value.is_contiguous():

@@ -72,7 +72,7 @@ def _sliced(call: Call, big: tuple[int, ...], position: int) -> tuple[list, list
 def _local_window(first: int) -> Callable[[LocalCall, Insert], Node]:
     """Local call of slice and slice_scatter; `first` is the position of dim among the arguments."""
     def local(call: LocalCall, insert: Insert) -> Node:
-        dim = call.argument(first, "dim", 0) % len(call.whole[0])
+        dim = call.argument(first, "dim", 0) % len(call.global_shapes[0])
         ratio = call.ratio(dim)
         if ratio <= 1:
             return call.unchanged(insert)
@@ -101,7 +101,7 @@ def slice_scatter(call: Call) -> Rule:
 
 
 def _local_split(call: LocalCall, insert: Insert) -> Node:
-    dim = call.argument(2, "dim", 0) % len(call.whole[0])
+    dim = call.argument(2, "dim", 0) % len(call.global_shapes[0])
     ratio = call.ratio(dim)
     sizes = call.args[1]
     return insert(call.target, call.args[0], sizes // ratio if isinstance(sizes, int) else [s // ratio for s in sizes], dim)

@@ -107,7 +107,7 @@ def _reads_memory(call: LocalCall, insert: Insert) -> Node:
 def _strided(operand: int) -> Callable[[LocalCall, Insert], Node]:
     """A reshape of an operand where there is a rule."""
     return lambda call, insert: _reads_memory(call, insert) if call.rule is None else reshape(
-        insert, call.args[operand], call.local[0])
+        insert, call.args[operand], call.local_shapes[0])
 
 
 @rule(aten.as_strided.default, view="part", local=_strided(0))
@@ -184,8 +184,9 @@ def expand(call: Call) -> Rule:
 
 def _repeat(call: LocalCall, insert: Insert) -> Node:
     """Repetitions per dim are the ratio of result to operand, and so are local ones."""
-    own = [1] * (len(call.local[0]) - call.args[0].meta["val"].dim()) + list(call.args[0].meta["val"].shape)
-    return insert(call.target, call.args[0], [n // size if size else t for n, size, t in zip(call.local[0], own, call.args[1])])
+    own = [1] * (len(call.local_shapes[0]) - call.args[0].meta["val"].dim()) + list(call.args[0].meta["val"].shape)
+    sizes = [n // size if size else t for n, size, t in zip(call.local_shapes[0], own, call.args[1])]
+    return insert(call.target, call.args[0], sizes)
 
 
 @rule(aten.repeat.default, fusion="inlined", local=_repeat)

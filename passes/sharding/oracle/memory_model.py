@@ -13,12 +13,12 @@ class MemoryModel:
     """saved_share: None if the whole step is one point, with all saved values and all gradients in memory. Otherwise there
     are two: the end of forward, with saved values and no gradients, and the end of backward, the
     other way round; in between one is freed as the other is allocated. Only this share of the saved values counts: the rest can
-    be recomputed (`passes.checkpointing` decides which, on the graph that a rank really runs). made: at the second point,
+    be recomputed (`passes.checkpointing` decides which, on the graph that a rank really runs). transient: at the second point,
     tensors of a gradient's size that the optimizer allocates during its step. in_flight: with one point, the fraction of a
     batch whose saved values are in memory at a time, because of microbatches."""
 
     saved_share: float | None = None
-    made: float = 0.0
+    transient: float = 0.0
     in_flight: float = 1.0
 
     @property
@@ -27,7 +27,7 @@ class MemoryModel:
 
     def parameter(self, state: float, gradient: float) -> HeldBytes:
         """Bytes of a parameter. state: bytes of itself and of its optimizer state."""
-        return (state + gradient,) if self.saved_share is None else (state, state + (1 + self.made) * gradient)
+        return (state + gradient,) if self.saved_share is None else (state, state + (1 + self.transient) * gradient)
 
     def saved(self, nbytes: float) -> HeldBytes:
         return (self.in_flight * nbytes,) if self.saved_share is None else (self.saved_share * nbytes, 0.0)

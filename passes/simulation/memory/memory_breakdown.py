@@ -59,18 +59,19 @@ class MemoryReport:
 
 
 def report_memory(walk: MemoryTrace) -> MemoryReport:
-    tape = walk.tape
-    kept = sorted(walk.kept, key=lambda s: -tape.storages[s].nbytes)
+    program = walk.program
+    kept = sorted(walk.saved, key=lambda s: -program.storages[s].nbytes)
     return MemoryReport(
         phase_moments(walk, walk.forward), phase_moments(walk, walk.backward),
-        tuple((tape.storages[s].name, tape.runs[tape.maker(s)].block, tape.storages[s].nbytes)
+        tuple((program.storages[s].name, program.runs[program.maker(s)].block, program.storages[s].nbytes)
               for s in kept if s not in walk.offloaded),
-        tuple((tape.storages[s].name, tape.runs[tape.maker(s)].block, tape.storages[s].nbytes, tape.storages[s].offload_us)
+        tuple((program.storages[s].name, program.runs[program.maker(s)].block, program.storages[s].nbytes,
+               program.storages[s].offload_us)
               for s in kept if s in walk.offloaded),
-        tuple((tape.runs[k].name, tape.runs[k].block, tape.runs[k].us) for k in walk.again),
-        tape.bytes_of(tape.gradients),
-        FrozenMap({**{tape.storages[s].name: tape.copies[s] for s in kept if tape.copies[s] > 1},
-                   **{tape.runs[k].name: tape.layers_again[k] for k in walk.again if tape.layers_again[k] > 1}}))
+        tuple((program.runs[k].name, program.runs[k].block, program.runs[k].us) for k in walk.recomputed),
+        program.bytes_of(program.gradients),
+        FrozenMap({**{program.storages[s].name: program.copies[s] for s in kept if program.copies[s] > 1},
+                   **{program.runs[k].name: program.layers_again[k] for k in walk.recomputed if program.layers_again[k] > 1}}))
 
 
 def phase_moments(walk: MemoryTrace, phase: PhaseTimeline) -> tuple[MemoryMoment, ...]:
@@ -78,7 +79,7 @@ def phase_moments(walk: MemoryTrace, phase: PhaseTimeline) -> tuple[MemoryMoment
     found: list[MemoryMoment] = []
     for number, parts in zip(phase.order, _parts(walk, phase), strict=True):
         if not found or found[-1].parts != parts:
-            run = walk.tape.runs[number if number >= 0 else -1 - number]
+            run = walk.program.runs[number if number >= 0 else -1 - number]
             found.append(MemoryMoment(run.name, run.block, number < 0, FrozenMap(parts)))
     return tuple(found)
 
@@ -88,7 +89,7 @@ def _parts(walk: MemoryTrace, phase: PhaseTimeline) -> list[dict[str, int]]:
     count, backward = len(phase.order), phase is walk.backward
     change: dict[str, list[int]] = defaultdict(lambda: [0] * (count + 2))
     for life in phase.lives:
-        own, nbytes = change[_part(walk, life.storage, backward)], walk.tape.storages[life.storage].nbytes
+        own, nbytes = change[_part(walk, life.storage, backward)], walk.program.storages[life.storage].nbytes
         own[max(life.first, 0)] += nbytes
         own[life.last + 1] -= nbytes
     held = {part: [*accumulate(own)] for part, own in change.items()}
@@ -105,11 +106,11 @@ def _parts(walk: MemoryTrace, phase: PhaseTimeline) -> list[dict[str, int]]:
 
 
 def _part(walk: MemoryTrace, storage: int, backward: bool) -> str:
-    tape = walk.tape
-    if storage in walk.kept or (backward and storage in tape.returned):
+    program = walk.program
+    if storage in walk.saved or (backward and storage in program.returned):
         return "saved"
-    if backward and storage in tape.gradients:
+    if backward and storage in program.gradients:
         return "gradients"
-    if tape.storages[storage].gathered:
+    if program.storages[storage].gathered:
         return "gathered"
-    return "recomputed" if backward and tape.is_forward(storage) else "transient"
+    return "recomputed" if backward and program.is_forward(storage) else "transient"

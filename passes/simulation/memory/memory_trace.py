@@ -23,45 +23,45 @@ many reads each (`realize_acc_reads_threshold`, `realize_reads_threshold` of its
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """kept: saved forward storages; including needed ones that cannot be
+    """saved: saved forward storages; including needed ones that cannot be
     recomputed. backward_order: op numbers, as in a `PhaseTimeline`. offloaded: those of the saved storages that are
     offloaded in between."""
 
-    tape: StorageProgram
-    kept: frozenset[int]
+    program: StorageProgram
+    saved: frozenset[int]
     backward_order: tuple[int, ...] = field(repr=False)
     offloaded: frozenset[int] = frozenset()
 
     @cached_property
     def forward(self) -> PhaseTimeline:
-        return _phase(self.tape, forward_order(self.tape, self.kept), frozenset(), self._handed_on, self.offloaded,
+        return _phase(self.program, forward_order(self.program, self.saved), frozenset(), self._handed_on, self.offloaded,
                       self._others(backward=False))
 
     @cached_property
     def backward(self) -> PhaseTimeline:
-        held = self.tape.returned | self.tape.gradients
-        return _phase(self.tape, self.backward_order, self._handed_on, held, self.offloaded,
+        held = self.program.returned | self.program.gradients
+        return _phase(self.program, self.backward_order, self._handed_on, held, self.offloaded,
                       self._others(backward=True))
 
     @property
     def without_unread(self) -> MemoryTrace:
         """The same without saved storages that backward does not read. (A search has them, to start recomputation from.)"""
-        read = {s for k in self.backward_order for s in self.tape.runs[k if k >= 0 else -1 - k].reads}
-        return MemoryTrace(self.tape, self.kept & read, self.backward_order, self.offloaded & read)
+        read = {s for k in self.backward_order for s in self.program.runs[k if k >= 0 else -1 - k].reads}
+        return MemoryTrace(self.program, self.saved & read, self.backward_order, self.offloaded & read)
 
     @cached_property
-    def kept_bytes(self) -> int:
+    def saved_bytes(self) -> int:
         """Bytes that one microbatch saves in memory."""
-        return self.tape.bytes_of(self.kept - self.offloaded)
+        return self.program.bytes_of(self.saved - self.offloaded)
 
     def _others(self, backward: bool) -> tuple[int, int]:
-        others = self.tape.microbatches.others(backward, self.kept_bytes)
-        return others.in_flight * self.kept_bytes + others.saved_bytes, others.gradient_bytes
+        others = self.program.microbatches.others(backward, self.saved_bytes)
+        return others.in_flight * self.saved_bytes + others.saved_bytes, others.gradient_bytes
 
     @property
     def _handed_on(self) -> frozenset[int]:
         """Outputs of forward stay with its caller, which may hold them until backward ends."""
-        return self.kept - self.offloaded | self.tape.returned
+        return self.saved - self.offloaded | self.program.returned
 
     @cached_property
     def peak(self) -> int:
@@ -71,13 +71,13 @@ class MemoryTrace:
     @cached_property
     def between(self) -> int:
         """Bytes held when forward is over, by others too."""
-        others = (self.tape.microbatches.in_flight - 1) * self.kept_bytes
-        return self.tape.bytes_of(self._handed_on) + others + self.tape.between_bytes
+        others = (self.program.microbatches.in_flight - 1) * self.saved_bytes
+        return self.program.bytes_of(self._handed_on) + others + self.program.between_bytes
 
     @cached_property
     def after(self) -> int:
         """Bytes in memory after backward, including other users'."""
-        return self.tape.bytes_of(self.tape.gradients) + self.tape.after_bytes
+        return self.program.bytes_of(self.program.gradients) + self.program.after_bytes
 
     def holds_less_than(self, other: MemoryTrace) -> bool:
         """Compare the peaks. Usually the phase in which `other` peaks decides, and the second phase
@@ -89,32 +89,32 @@ class MemoryTrace:
         return self.backward.most_bytes < other.peak and self.forward.most_bytes < other.peak
 
     @cached_property
-    def again(self) -> tuple[int, ...]:
+    def recomputed(self) -> tuple[int, ...]:
         """Recomputed forward ops, in order."""
         return tuple(-1 - k for k in self.backward_order if k < 0)
 
     @cached_property
     def us(self) -> float:
         """Time of recomputing, of writing and reading saved values, and of moving offloaded ones."""
-        tape = self.tape
-        return (sum(map(tape.us_of, self.again)) + sum(map(tape.offload_us_of, self.offloaded))
-                + sum(map(tape.save_us_of, self.kept - self.offloaded)))
+        program = self.program
+        return (sum(map(program.us_of, self.recomputed)) + sum(map(program.offload_us_of, self.offloaded))
+                + sum(map(program.save_us_of, self.saved - self.offloaded)))
 
 
-def simulate_memory(tape: StorageProgram, kept: Collection[int], offloaded: Collection[int] = ()) -> MemoryTrace:
+def simulate_memory(program: StorageProgram, kept: Collection[int], offloaded: Collection[int] = ()) -> MemoryTrace:
     """Simulate. kept: forward storages to save. Others that backward needs and that cannot be recomputed are saved, too.
     offloaded: further storages to save, out of the device's memory in between."""
     offloaded = frozenset(offloaded)
-    backward, bound = _backward_order(tape, offloaded.union(kept))
-    return MemoryTrace(tape, offloaded.union(kept, bound), tuple(backward), offloaded)
+    backward, bound = _backward_order(program, offloaded.union(kept))
+    return MemoryTrace(program, offloaded.union(kept, bound), tuple(backward), offloaded)
 
 
-def forward_order(tape: StorageProgram, kept: Collection[int]) -> list[int]:
+def forward_order(program: StorageProgram, kept: Collection[int]) -> list[int]:
     """Forward ops that outputs or saved storages need, or that have side effects."""
-    wanted = {*kept, *tape.returned}
+    wanted = {*kept, *program.returned}
     order = []
-    for index in range(len(tape.runs) - 1, -1, -1):
-        run = tape.runs[index]
+    for index in range(len(program.runs) - 1, -1, -1):
+        run = program.runs[index]
         needed = wanted.intersection(run.reads if run.waits_for is not None else run.makes)
         if not run.backward and (needed or not run.makes and run.waits_for is None):
             wanted.update(run.reads)
@@ -122,48 +122,49 @@ def forward_order(tape: StorageProgram, kept: Collection[int]) -> list[int]:
     return order[::-1]
 
 
-def _backward_order(tape: StorageProgram, kept: Collection[int]) -> tuple[list[int], set[int]]:
+def _backward_order(program: StorageProgram, kept: Collection[int]) -> tuple[list[int], set[int]]:
     """Backward ops with recomputed ones inserted; and storages that cannot be recomputed."""
-    there = {*kept, *(s for s, storage in enumerate(tape.storages) if storage.maker is None)}
+    there = {*kept, *(s for s, storage in enumerate(program.storages) if storage.maker is None)}
     order: list[int] = []
     bound: set[int] = set()
-    for index, run in enumerate(tape.runs):
+    for index, run in enumerate(program.runs):
         if run.backward:
             for storage in run.reads:
-                _bring(tape, storage, there, order, bound)
+                _bring(program, storage, there, order, bound)
             order.append(index)
             there.update(run.makes)
     return order, bound
 
 
-def _bring(tape: StorageProgram, storage: int, there: set[int], order: list[int], bound: set[int]) -> None:
+def _bring(program: StorageProgram, storage: int, there: set[int], order: list[int], bound: set[int]) -> None:
     stack = [storage]
     while stack:
         if stack[-1] in there:
             stack.pop()
             continue
-        maker = tape.maker(stack[-1])
-        if not tape.repeatable(stack[-1]):
+        maker = program.maker(stack[-1])
+        if not program.repeatable(stack[-1]):
             there.add(stack[-1])
             bound.add(stack[-1])
             continue
-        missing = [s for s in tape.runs[maker].reads if s not in there]
+        missing = [s for s in program.runs[maker].reads if s not in there]
         stack += missing[::-1]
         if not missing:
             order.append(-1 - maker)
-            there.update(tape.runs[maker].makes)
+            there.update(program.runs[maker].makes)
 
 
-def _phase(tape: StorageProgram, order: Sequence[int], start: frozenset[int], held: frozenset[int], offloaded: frozenset[int],
+def _phase(program: StorageProgram, order: Sequence[int], start: frozenset[int], held: frozenset[int],
+           offloaded: frozenset[int],
            others: tuple[int, int]) -> PhaseTimeline:
     """start: storages that are there before; held: that are there afterwards, if they are made or there before. offloaded:
     that are copied to elsewhere when they are made, or from there when they are first read. others: bytes that other
     microbatches have saved, and of gradients."""
-    runs = [tape.runs[k if k >= 0 else -1 - k] for k in order]
-    touched = _touched(tape, order, runs, start | held | offloaded)
+    runs = [program.runs[k if k >= 0 else -1 - k] for k in order]
+    touched = _touched(program, order, runs, start | held | offloaded)
     last = {s: position for position, found in enumerate(touched) for s in found}
-    first = {s: -1 for s in start if tape.storages[s].given != "forward"}
-    first.update((s, -1) for s in tape.given_for_backward if s in last)
+    first = {s: -1 for s in start if program.storages[s].input_phase != "forward"}
+    first.update((s, -1) for s in program.given_for_backward if s in last)
     for position, run in enumerate(runs):
         if touched[position] or not run.inlined:
             for s in run.makes:
@@ -173,15 +174,15 @@ def _phase(tape: StorageProgram, order: Sequence[int], start: frozenset[int], he
                 first.setdefault(s, position)
     last.update(dict.fromkeys(held, len(order)))
     lives = {s: StorageLifetime(s, begin, end) for s, begin in first.items() if (end := last.get(s, begin)) >= 0}
-    if tape.stand_ins:
-        _through_layers(PhaseTimeline(tape, tuple(order), ()), lives)
-    _reuse(tape, runs, lives, offloaded)
-    return PhaseTimeline(tape, tuple(order), tuple(lives.values()), *others)
+    if program.stand_ins:
+        _through_layers(PhaseTimeline(program, tuple(order), ()), lives)
+    _reuse(program, runs, lives, offloaded)
+    return PhaseTimeline(program, tuple(order), tuple(lives.values()), *others)
 
 
 def _through_layers(phase: PhaseTimeline, lives: dict[int, StorageLifetime]) -> None:
     """Values that all layers read exist for each folded one: the first layer brings them, the last frees them."""
-    for s in phase.tape.for_all_layers.intersection(lives):
+    for s in phase.program.for_all_layers.intersection(lives):
         life = lives[s]
         for stretch in phase.stretches:
             if stretch.start <= life.first < stretch.end:
@@ -191,7 +192,8 @@ def _through_layers(phase: PhaseTimeline, lives: dict[int, StorageLifetime]) -> 
         lives[s] = life
 
 
-def _touched(tape: StorageProgram, order: Sequence[int], runs: list[ProgramOp], there: frozenset[int]) -> list[Collection[int]]:
+def _touched(program: StorageProgram, order: Sequence[int], runs: list[ProgramOp],
+             there: frozenset[int]) -> list[Collection[int]]:
     """For each op the storages in memory that its kernel reads and writes; none for an inlined op.
     there: storages in memory regardless of their producer."""
     fused = {s: run.fusing for run in runs if run.inlined for s in run.makes}
@@ -208,7 +210,7 @@ def _touched(tape: StorageProgram, order: Sequence[int], runs: list[ProgramOp], 
     for number, run in zip(order, runs):
         behind = [sources[s] for s in run.reads if s in sources]
         if not behind and not run.inlined:
-            touched.append(tape.touches[number if number >= 0 else -1 - number])
+            touched.append(program.touches[number if number >= 0 else -1 - number])
             continue
         found = frozenset(s for s in run.reads if s not in sources).union(*behind)
         readers = max(count[s] for s in run.makes) if run.inlined else 0
@@ -249,7 +251,8 @@ def _read_later(runs: list[ProgramOp], fused: dict[int, bool]) -> frozenset[int]
     return frozenset(found)
 
 
-def _reuse(tape: StorageProgram, runs: list[ProgramOp], lives: dict[int, StorageLifetime], offloaded: frozenset[int]) -> None:
+def _reuse(program: StorageProgram, runs: list[ProgramOp], lives: dict[int, StorageLifetime],
+           offloaded: frozenset[int]) -> None:
     """A kernel of light operations reuses a dead operand of the same size for its result; not one that
     is still being copied."""
     ending: dict[int, list[int]] = {}
@@ -260,7 +263,7 @@ def _reuse(tape: StorageProgram, runs: list[ProgramOp], lives: dict[int, Storage
         if ends:
             free = [s for s in ends if lives[s].first < position and s not in offloaded]
             for made in run.makes:
-                same = (s for s in free if tape.storages[s].nbytes == tape.storages[made].nbytes)
+                same = (s for s in free if program.storages[s].nbytes == program.storages[made].nbytes)
                 if made in lives and lives[made].first == position and (old := next(same, None)) is not None:
                     free.remove(old)
                     lives[old] = StorageLifetime(old, lives[old].first, position - 1)

@@ -41,7 +41,7 @@ class PhaseTimeline:
     """order: numbers of runs; -1 - number for one of forward that backward runs once more. lives: of what takes memory.
     others_saved, others_added: bytes that other microbatches have saved, and of the gradients that they have made."""
 
-    tape: StorageProgram
+    program: StorageProgram
     order: tuple[int, ...]
     lives: tuple[StorageLifetime, ...]
     others_saved: int = 0
@@ -50,7 +50,7 @@ class PhaseTimeline:
     @cached_property
     def nbytes(self) -> tuple[int, ...]:
         """Bytes in memory while each op runs; for a folded layer, in the layer with the most."""
-        if not self.tape.stand_ins:
+        if not self.program.stand_ins:
             return self.alone
         change = [0] * (len(self.order) + 1)
         change[0] = self.others_before
@@ -76,7 +76,7 @@ class PhaseTimeline:
         """Held while each run runs, if each layer stood for itself alone."""
         change = [self.others_saved + self.others_added] + [0] * (len(self.order) + 1)
         for life in self.lives:
-            size = self.tape.storages[life.storage].nbytes
+            size = self.program.storages[life.storage].nbytes
             change[max(life.first, 0)] += size
             change[life.last + 1] -= size
         return tuple(map(sum, zip(accumulate(change), self.workspace_bytes)))
@@ -85,15 +85,15 @@ class PhaseTimeline:
     def workspace_bytes(self) -> tuple[int, ...]:
         """Workspace bytes at each position: of an op while it runs; of a collective, until its wait, or where it lingers until
         another one has allocated its own: its thread is idle until then."""
-        waited = {self.tape.runs[number].waits_for for number in self.order if number >= 0}
+        waited = {self.program.runs[number].waits_for for number in self.order if number >= 0}
         open_ones: dict[int, int] = {}
         held, latest = [], 0
         for number in self.order:
-            run = self.tape.runs[number if number >= 0 else -1 - number]
+            run = self.program.runs[number if number >= 0 else -1 - number]
             held.append(latest + sum(open_ones.values()) + run.workspace_bytes + run.scratch_bytes)
             if run.waits_for is not None:
                 if (freed := open_ones.pop(run.waits_for, None)) is not None:
-                    latest = freed if self.tape.runs[run.waits_for].lingers else 0
+                    latest = freed if self.program.runs[run.waits_for].lingers else 0
             elif run.workspace_bytes and number in waited:
                 open_ones[number], latest = run.workspace_bytes, 0
             elif run.workspace_bytes:
@@ -112,14 +112,14 @@ class PhaseTimeline:
     def stretches(self) -> tuple[FoldedSpan, ...]:
         """Spans of the folded layers."""
         found: dict[FoldedLayer, list[FoldedSpan]] = {}
-        for stand_in in self.tape.stand_ins:
+        for stand_in in self.program.stand_ins:
             for first, end in (stand_in.forward, stand_in.backward):
                 start, stop = self.position(first), self.position(end)
                 if start < stop:
                     found.setdefault(stand_in, []).append(FoldedSpan(stand_in, start, stop))
         for life in self.lives:
-            maker = self.tape.storages[life.storage].maker
-            stand_in = None if maker is None else self.tape.stand_in_of[maker]
+            maker = self.program.storages[life.storage].maker
+            stand_in = None if maker is None else self.program.stand_in_of[maker]
             if stand_in in found:
                 self._add(life, found[stand_in])
         return tuple(stretch for own in found.values() for stretch in own)
@@ -136,7 +136,7 @@ class PhaseTimeline:
 
     def _others_bytes(self, life: StorageLifetime) -> int:
         """Bytes of a storage in the other layers that its folded layer stands for."""
-        return (self.tape.copies[life.storage] - 1) * self.tape.storages[life.storage].nbytes
+        return (self.program.copies[life.storage] - 1) * self.program.storages[life.storage].nbytes
 
     def position(self, run: int) -> int:
         """Position after the last op before this one: recomputed ops come just before their reader."""

@@ -46,19 +46,19 @@ class ProgramOp:
 @dataclass(frozen=True, slots=True)
 class Storage:
     """name: of the node that writes it, by which it is saved; "" for a result without readers. nbytes: of one rank.
-    maker: index of the op that writes it; None for inputs. given: "" or, for inputs, "forward"
+    maker: index of the op that writes it; None for inputs. input_phase: "" or, for inputs, "forward"
     (parameters, a batch: in memory all the time) or "backward" (tangents). save_us: time of writing it in forward and reading
-    it in backward; offload_us: of moving it out of the device's memory and back, infinite if that is impossible. said: pinned
+    it in backward; offload_us: of moving it out of the device's memory and back, infinite if that is impossible. pinned:
     by the script's own activation checkpointing or by options: nothing, "keep" or "again". gathered: a copy of an input in
     another layout, such as an unsharded parameter."""
 
     name: str
     nbytes: int
     maker: int | None
-    given: str = ""
+    input_phase: str = ""
     save_us: float = 0.0
     offload_us: float = math.inf
-    said: str = ""
+    pinned: str = ""
     gathered: bool = False
 
 
@@ -193,7 +193,7 @@ class StorageProgram:
 
     @cached_property
     def given_for_backward(self) -> tuple[int, ...]:
-        return tuple(s for s, storage in enumerate(self.storages) if storage.given == "backward")
+        return tuple(s for s, storage in enumerate(self.storages) if storage.input_phase == "backward")
 
     @cached_property
     def candidates(self) -> tuple[int, ...]:
@@ -221,19 +221,19 @@ class StorageProgram:
         return frozenset(s for s in self.wanted if not self.repeatable(s))
 
     @cached_property
-    def never_kept(self) -> frozenset[int]:
+    def never_saved(self) -> frozenset[int]:
         """Candidates that the script's own checkpointing recomputes, where possible."""
-        return frozenset(s for s in self.candidates if self.storages[s].said == "again" and self.repeatable(s))
+        return frozenset(s for s in self.candidates if self.storages[s].pinned == "again" and self.repeatable(s))
 
     def repeatable(self, storage: int) -> bool:
         """True if its op gives the same result again, and the script does not require it to be saved."""
-        return self.runs[self.maker(storage)].repeatable and self.storages[storage].said != "keep"
+        return self.runs[self.maker(storage)].repeatable and self.storages[storage].pinned != "keep"
 
     @cached_property
     def offloadable(self) -> frozenset[int]:
         """Candidates that can be offloaded between forward and backward: not those that the caller of forward holds."""
         finite = frozenset(s for s in self.candidates if math.isfinite(self.storages[s].offload_us))
-        return finite - self.returned - self.never_kept
+        return finite - self.returned - self.never_saved
 
     def maker(self, storage: int) -> int:
         maker = self.storages[storage].maker

@@ -36,9 +36,9 @@ class Rematerialize(TransformPass):
     preserves = (CHECKPOINT_DECISION,)
 
     def run(self, graph_module: fx.GraphModule) -> bool:
-        kept, tape = read(CHECKPOINT_DECISION, graph_module), read(STORAGE_PROGRAM, graph_module)
-        backward = {run.name for run in tape.runs if run.backward}
-        once = {run.name for run in tape.runs if not run.repeatable}
+        kept, program = read(CHECKPOINT_DECISION, graph_module), read(STORAGE_PROGRAM, graph_module)
+        backward = {run.name for run in program.runs if run.backward}
+        once = {run.name for run in program.runs if not run.repeatable}
         if missing := kept.names - {node.name for node in graph_module.graph.nodes}:
             raise HpmlError(f"there is no {', '.join(sorted(missing))} to save", "rematerialize",
                             "the checkpointing decision is of another graph: this is a bug in the checkpointing pass")

@@ -50,14 +50,14 @@ def weight_part_last(gm: GraphModule, sent: int) -> None:
         output.prepend(node)
 
 
-def weight_part_bytes(tape: StorageProgram, gm: GraphModule, sent: int) -> int:
+def weight_part_bytes(program: StorageProgram, gm: GraphModule, sent: int) -> int:
     """Bytes of the values that the second part of backward reads from forward or from the first part. gm: as for
     `weight_part_last`, with its storage program."""
     late = {node.name for node in _weight_part(gm, sent)}
-    runs = [run for run in tape.runs if run.name in late]
+    runs = [run for run in program.runs if run.name in late]
     made = {s for run in runs for s in run.makes}
-    return tape.bytes_of(frozenset(s for run in runs for s in run.reads
-                                   if s not in made and tape.storages[s].given != "forward"))
+    return program.bytes_of(frozenset(s for run in runs for s in run.reads
+                                   if s not in made and program.storages[s].input_phase != "forward"))
 
 
 def _weight_part(gm: GraphModule, sent: int) -> list[Node]:

@@ -31,7 +31,8 @@ def localize(call: LocalCall, insert: CallInserter) -> Node:
         raise AssertionError(f"{call.target}: its rule splits {dim}, but nothing registered with local= shifts them")
     if known.sizes is None:
         return call.unchanged(insert)
-    return insert(call.target, *call.args[:known.sizes], list(call.local[0]), *call.args[known.sizes + 1:], **call.kwargs)
+    before, after = call.args[:known.sizes], call.args[known.sizes + 1:]
+    return insert(call.target, *before, list(call.local_shapes[0]), *after, **call.kwargs)
 
 
 def _packed(call: LocalCall, insert: CallInserter, layout: Callable[[torch.Tensor], bool]) -> LocalCall:

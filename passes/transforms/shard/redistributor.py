@@ -88,11 +88,11 @@ def around(value: Value, layout: Layout, place: tuple[int, int], axes: Axes) -> 
 
 
 class Redistributor:
-    """Emits redistribution steps for this rank. `insert`: where nodes go. asks: see
+    """Emits redistribution steps for this rank. `insert`: where nodes go. at_run_time: see
     `passes.transforms.shard.spmd_rewrite.Shard`."""
 
-    def __init__(self, groups: MeshGroups, asks: bool = False):
-        self.groups, self.asks = groups, asks
+    def __init__(self, groups: MeshGroups, at_run_time: bool = False):
+        self.groups, self.at_run_time = groups, at_run_time
 
     def hop(self, insert: CallInserter, x: Node, value: Value, source: Layout, target: Layout) -> Node:
         """`x` is a local tensor of `value` in layout `source`; exactly one axis differs from `target`."""
@@ -160,7 +160,7 @@ class Redistributor:
             apart = reshape(insert, x, [*shape[:dim], outer, n, inner, *shape[dim + 1 :]])
         begins = ShardOffset(local[dim] if outer == 1 else 1, ((self.groups.names[axis], 1),))
         # A slice of a graph input may be hoisted out of the graph (`passes.transforms.shard.hoist_batch_slice`).
-        if self.asks and x.op != "placeholder" and is_small(x, n):
+        if self.at_run_time and x.op != "placeholder" and is_small(x, n):
             begin = begin_of(insert, begins, x.meta["val"].device)
             part = part_from(insert, apart, dim if outer == 1 else dim + 1, begin, begins.count)
         elif outer == 1:

@@ -45,10 +45,10 @@ from passes.transforms.shard.shard_range import ShardRange
 
 class Sharder:
     def __init__(self, gm: GraphModule, graph: PlacementGraph, rules: Sequence[Rule | None], decision: Decision,
-                 groups: MeshGroups, fake_mode: Any, asks: bool = False):
+                 groups: MeshGroups, fake_mode: Any, at_run_time: bool = False):
         self.gm, self.graph, self.rules, self.decision = gm, graph, rules, decision
         self.groups, self.fake_mode, self.fakes = groups, fake_mode, FakeResults(fake_mode)
-        self.asks, self.redistributor = asks, Redistributor(groups, asks)
+        self.at_run_time, self.redistributor = at_run_time, Redistributor(groups, at_run_time)
         self.new = Graph()
         self.env: dict[Node, Node] = {}
         self.made: dict[int, tuple[Node, Layout]] = {}
@@ -188,9 +188,9 @@ class Sharder:
         new = localize(
             LocalCall(
                 target=node.target, args=tuple(args), kwargs=kwargs,
-                whole=tuple(v.spec.shape for v in values),
-                local=tuple(local_shape(v, p, self.groups.axes) for v, p in zip(values, layouts.made)),
-                rule=rule, ranges=shifted_ranges(rule, part), ordered=ordered_ranges(rule, part), asks=self.asks,
+                global_shapes=tuple(v.spec.shape for v in values),
+                local_shapes=tuple(local_shape(v, p, self.groups.axes) for v, p in zip(values, layouts.made)),
+                rule=rule, ranges=shifted_ranges(rule, part), ordered=ordered_ranges(rule, part), at_run_time=self.at_run_time,
                 strides=tuple(tuple(n.meta["val"].stride()) for n in operand_nodes(node)),
             ),
             CallAppender(self.new, node, self.fakes),
@@ -262,15 +262,15 @@ def _marked(made: Node, reader: Node, layout: Layout, hop: Hop) -> Node | None:
 
 
 def shard(gm: GraphModule, graph: PlacementGraph, rules: Sequence[Rule | None], decision: Decision, groups: MeshGroups,
-          fake_mode: Any, asks: bool = False) -> GraphModule:
+          fake_mode: Any, at_run_time: bool = False) -> GraphModule:
     """The graph of one rank; placeholders and outputs keep their order, placeholders have local shapes."""
-    return Sharder(gm, graph, rules, decision, groups, fake_mode, asks).run()
+    return Sharder(gm, graph, rules, decision, groups, fake_mode, at_run_time).run()
 
 
 @register
 @dataclass(frozen=True)
 class Shard(TransformPass):
-    """Replaces the whole graph by the graph of one rank. groups: this rank's place in the mesh. asks: read that place
+    """Replaces the whole graph by the graph of one rank. groups: this rank's place in the mesh. at_run_time: read that place
     from the process groups when the graph runs, instead of from constants, except for large slices: then
     ranks have equal graphs, if they differ in nothing else."""
 
@@ -278,12 +278,13 @@ class Shard(TransformPass):
     requires = (GRAPH_SIGNATURE, OPERATIONS, DECISION)
 
     groups: MeshGroups = MeshGroups((), (), ())
-    asks: bool = False
+    at_run_time: bool = False
 
     def run(self, graph_module: GraphModule) -> bool:
         operations = read(OPERATIONS, graph_module)
         decision = read(DECISION, graph_module)
         sharded = shard(
-            graph_module, operations.graph, operations.rules, decision, self.groups, fake_mode_of(graph_module), self.asks)
+            graph_module, operations.graph, operations.rules, decision, self.groups, fake_mode_of(graph_module),
+            self.at_run_time)
         graph_module.graph = sharded.graph
         return True

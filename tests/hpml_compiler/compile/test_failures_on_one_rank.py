@@ -89,7 +89,7 @@ def passed_over(rank):
             return together.backward(broken if rank == 1 else lambda: "backward")
 
     with pytest.raises(Exception) as raised:
-        together.whole(compile_both)
+        together.compile_all(compile_both)
     return str(raised.value).splitlines()[0]
 
 

@@ -96,7 +96,7 @@ def test_too_much_memory_warns_of_the_part(said):
         right(script)
     (warning,) = warnings(said)
     assert "the predicted peak memory is off by 50%" in warning and "The largest part is activations" in warning
-    assert monitor.held == {"parameters": 400, "gradients": 0, "optimizer": 0}
+    assert monitor.resident_bytes == {"parameters": 400, "gradients": 0, "optimizer": 0}
 
 
 def test_on_a_gpu_a_step_is_profiled_for_its_peak_too(said):

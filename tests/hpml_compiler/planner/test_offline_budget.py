@@ -91,8 +91,8 @@ def test_collectives_take_what_they_do_on_the_clusters_devices_wherever_the_mode
     traces, planner = TracedModel(Deep(), (X,), options), OfflinePlanner(options, Cluster.parse(cluster), {})
     (annotated,), (traced,) = traces.whole, traces.traced
     trial = DryRun(planner.problem("graph", traced, annotated, WorkLimit(30)))
-    tape = read(STORAGE_PROGRAM, trial.problem(plan_graph(annotated, options, planner.cluster)).gm)
-    assert any(run.workspace_bytes for run in tape.runs) == copies
+    program = read(STORAGE_PROGRAM, trial.problem(plan_graph(annotated, options, planner.cluster)).gm)
+    assert any(run.workspace_bytes for run in program.runs) == copies
 
 
 def test_the_simulator_plays_what_is_kept(needs, tight):

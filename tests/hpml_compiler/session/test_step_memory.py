@@ -38,9 +38,9 @@ def kept(nbytes: int) -> CheckpointDecision:
 
 def test_a_graph_alone_has_what_its_parameters_and_their_state_leave(compiling):
     sharing = compiling(StepGraphs(), "0", weights(MB))
-    found = sharing.room(sharing.whole)
-    assert (found.state, found.left, found.between) == (3 * MB, 7 * MB, 0)
-    assert found.made == found.after == 3 * MB, "AdamW, one parameter after another, makes three of the largest"
+    found = sharing.share_of(sharing.replicated)
+    assert (found.state, found.available, found.between) == (3 * MB, 7 * MB, 0)
+    assert found.transient == found.after == 3 * MB, "AdamW, one parameter after another, makes three of the largest"
 
 
 def test_what_the_optimizer_holds_and_no_graph_had_is_left_room_in_proportion(compiling):
@@ -48,38 +48,38 @@ def test_what_the_optimizer_holds_and_no_graph_had_is_left_room_in_proportion(co
     optimizer = torch.optim.SGD([*first, *second], lr=0.1)
     step = StepGraphs()
     sharing = compiling(step, "0", first, 20 * MB)
-    found = sharing.room(sharing.whole)
+    found = sharing.share_of(sharing.replicated)
     assert sharing.options.optimizer == "sgd" and found.state == 4 * MB, "no state"
-    assert found.left == (20 - 4 - 3) * MB, "gradients of the second are there while the first is in its backward"
-    assert found.between == 0.75 * found.left
-    step.enter(sharing, sharing.whole, kept(2 * MB))
+    assert found.available == (20 - 4 - 3) * MB, "gradients of the second are there while the first is in its backward"
+    assert found.between == 0.75 * found.available
+    step.enter(sharing, sharing.replicated, kept(2 * MB))
     sharing = compiling(step, "1", second, 20 * MB)
-    found = sharing.room(sharing.whole)
-    assert (found.left, found.between, found.others) == ((20 - 4 - 2) * MB, 0, {"piece 0": 2 * MB})
+    found = sharing.share_of(sharing.replicated)
+    assert (found.available, found.between, found.others) == ((20 - 4 - 2) * MB, 0, {"piece 0": 2 * MB})
     assert optimizer.param_groups, "it is there as long as it is looked for"
 
 
 def test_a_break_leaves_half_where_nothing_is_known_of_what_follows(compiling):
     sharing = compiling(StepGraphs(), "0", weights(MB), 11 * MB, breaks=True)
-    found = sharing.room(sharing.whole)
-    assert found.between == found.left / 2
+    found = sharing.share_of(sharing.replicated)
+    assert found.between == found.available / 2
 
 
 def test_a_graph_compiled_once_more_is_not_counted_twice(compiling):
     step, own = StepGraphs(), weights(MB)
     for _ in range(2):
         sharing = compiling(step, "0", own)
-        found = sharing.room(sharing.whole)
-        step.enter(sharing, sharing.whole, kept(MB))
-    assert found.left == 7 * MB and not found.others and sharing.held_by_others == 0
+        found = sharing.share_of(sharing.replicated)
+        step.enter(sharing, sharing.replicated, kept(MB))
+    assert found.available == 7 * MB and not found.others and sharing.other_graphs_bytes == 0
 
 
 def test_on_a_rank_what_follows_is_taken_to_be_placed_alike(compiling):
     first, second = weights(2 * MB), weights(2 * MB)
     optimizer = torch.optim.AdamW([*first, *second])
     sharing = compiling(StepGraphs(), "0", first, 20 * MB)
-    found = sharing.room(GraphMemory("piece 0", MB, MB, 2 * MB))
-    assert found.state == 6 * MB and found.left == 13 * MB and optimizer.param_groups
+    found = sharing.share_of(GraphMemory("piece 0", MB, MB, 2 * MB))
+    assert found.state == 6 * MB and found.available == 13 * MB and optimizer.param_groups
 
 
 class Broken(Deep):

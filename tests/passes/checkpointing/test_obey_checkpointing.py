@@ -16,7 +16,7 @@ from tests.passes.traced import joint_graph
 
 
 @pytest.fixture
-def taped():
+def joint():
     gm, forward_outputs = joint_graph(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1)),
                                       torch.ones(16, 8))
     building_storage_program(BuildStorageProgram(forward_outputs))(gm)
@@ -24,19 +24,19 @@ def taped():
     return gm
 
 
-def test_the_same_names_come_to_the_same(taped):
-    decided = read(CHECKPOINT_DECISION, taped)
-    obeying_checkpointing(ObeyCheckpointing(decided.names, budget_bytes=1.0, after_bytes=10**6))(taped)
-    obeyed = read(CHECKPOINT_DECISION, taped)
+def test_the_same_names_come_to_the_same(joint):
+    decided = read(CHECKPOINT_DECISION, joint)
+    obeying_checkpointing(ObeyCheckpointing(decided.names, budget_bytes=1.0, after_bytes=10**6))(joint)
+    obeyed = read(CHECKPOINT_DECISION, joint)
     assert (obeyed.names, obeyed.backward_bytes, obeyed.account) == (decided.names, decided.backward_bytes, decided.account)
     assert obeyed.after_bytes == decided.after_bytes + 10**6 and not obeyed.fits and obeyed.seconds == 0
 
 
-def test_what_cannot_be_kept_or_made_again_is_refused(taped):
-    names = read(CHECKPOINT_DECISION, taped).names
+def test_what_cannot_be_kept_or_made_again_is_refused(joint):
+    names = read(CHECKPOINT_DECISION, joint).names
     random = next(name for name in names if "random" in name or "bernoulli" in name or "gt" in name or "dropout" in name)
     for wrong, message in ((ObeyCheckpointing(names | {"other"}), "finds no other"),
                            (ObeyCheckpointing(names - {random}), "cannot be recomputed"),
                            (ObeyCheckpointing(names, frozenset({random})), "cannot be offloaded")):
         with pytest.raises(BadInput, match=message):
-            obeying_checkpointing(wrong)(taped)
+            obeying_checkpointing(wrong)(joint)

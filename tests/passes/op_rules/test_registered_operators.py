@@ -39,7 +39,7 @@ def test_a_size_argument_is_made_local():
 
 def test_a_local_call_is_made_by_the_function_that_is_registered():
     case = sample(ops.halves.default, f(24), 12, expect="S(0) -> S(1)")
-    rule(ops.halves.default, local=lambda call, insert: insert(call.target, call.args[0], call.local[0][1]))(
+    rule(ops.halves.default, local=lambda call, insert: insert(call.target, call.args[0], call.local_shapes[0][1]))(
         lambda call: make_rule(call, [[["a", "b"]]], [["b", "a"]], sizes={"a": 12, "b": 2}, blocked=["b"]))
     assert check(case) > 0
 

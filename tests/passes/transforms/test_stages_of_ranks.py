@@ -83,7 +83,7 @@ def test_stages_of_ranks_together_give_what_their_graphs_give(name, count, sizes
         own = copy_graph(gm)
         annotate(own, step.inputs, step.forward_outputs)
         AdoptPlacements(decision)(own)
-        Shard(place, asks=True)(own)
+        Shard(place, at_run_time=True)(own)
         analyzing_stage_body(kinds, step.forward_outputs)(own)
         if agreed is None:
             finding_stages(count, Cluster.local(1, "cpu").device)(own)

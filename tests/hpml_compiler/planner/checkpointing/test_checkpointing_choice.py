@@ -15,7 +15,7 @@ from passes.errors import Infeasible
 from passes.presets import building_storage_program
 from tests.passes.traced import joint_graph
 
-ROOM = BudgetShare(budget=10_000, left=9_000.0, between=0.0, after=0.0, state=1_000.0, later=0.0, made=0.0, remedy="",
+ROOM = BudgetShare(budget=10_000, available=9_000.0, between=0.0, after=0.0, state=1_000.0, later=0.0, transient=0.0, remedy="",
                    others={})
 
 
@@ -28,19 +28,19 @@ def refusal(room: BudgetShare) -> Infeasible:
 
 
 def test_what_other_graphs_keep_is_named():
-    found = refusal(replace(ROOM, left=100.0, others={"'forward' (a.py:1)": 5_000.0}))
+    found = refusal(replace(ROOM, available=100.0, others={"'forward' (a.py:1)": 5_000.0}))
     assert "saved by 'forward' (a.py:1) (another graph of the step) 4.88 KiB" in found.what
     assert "remove the graph break" in found.next_step
 
 
 def test_state_that_takes_all_of_it_is_named():
-    found = refusal(replace(ROOM, left=-2_000.0, state=12_000.0))
+    found = refusal(replace(ROOM, available=-2_000.0, state=12_000.0))
     assert "parameters and optimizer state 11.7 KiB" in found.what and "more devices" in found.next_step
     assert found.smallest_budget_bytes is not None and found.smallest_budget_bytes > 12_000
 
 
 def test_what_the_optimizer_makes_in_its_step_is_named_with_the_remedy():
-    found = refusal(replace(ROOM, after=9_000.0, made=3_000.0, remedy="give it foreach=False or fused=True"))
+    found = refusal(replace(ROOM, after=9_000.0, transient=3_000.0, remedy="give it foreach=False or fused=True"))
     assert "when the optimizer steps" in found.what and "temporary tensors 2.93 KiB" in found.what
     assert found.next_step.startswith("give it foreach=False or fused=True")
 

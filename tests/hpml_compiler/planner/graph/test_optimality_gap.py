@@ -40,9 +40,9 @@ class Small(nn.Module):
 
 def least_us(trial, planned) -> float:
     """The least time of a step with these placements, over all that may be kept."""
-    tape, room = read(STORAGE_PROGRAM, trial.problem(planned).gm), trial.sharing.room(trial.held(planned))
-    fitting = (sum(tape.runs[k].us for k in each.again) for each in every_walk(tape)
-               if max(each.peak, each.after + room.after) <= room.left)
+    program, share = read(STORAGE_PROGRAM, trial.problem(planned).gm), trial.sharing.share_of(trial.memory(planned))
+    fitting = (sum(program.runs[k].us for k in each.recomputed) for each in every_walk(program)
+               if max(each.peak, each.after + share.after) <= share.available)
     predicted = planned.record.predicted
     return predicted.step_time_us - predicted.overhead_us + min(fitting, default=math.inf)
 

@@ -47,7 +47,7 @@ class Table:
             raise LayersDiffer
         kept = CheckpointDecision(frozenset(), 1, row["again_us"], 0, row["above"], 0, self.left - row["state"], 0.0,
                                   after_bytes=row.get("stepping", 0))
-        return replace(planned, kept=kept)
+        return replace(planned, checkpointing=kept)
 
     def answer(self, budget, others=0.0):
         return self.planned(budget, others).record.name

@@ -46,7 +46,7 @@ def test_inputs_that_change_are_known_in_order_and_by_how():
 
     written, differentiable = around(function, torch.ones(3, requires_grad=True), *(torch.ones(3) for _ in range(3)))
     assert [(each.position, each.without_gradients) for each in written] == [(2, False), (3, True)], "in order of their use"
-    assert written[0].said != written[1].said and differentiable == [True]
+    assert written[0].metadata != written[1].metadata and differentiable == [True]
 
 
 @pytest.mark.parametrize(("function", "why"), [

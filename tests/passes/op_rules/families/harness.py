@@ -343,8 +343,8 @@ class Run:
             return localize(
                 LocalCall(
                     target=self.sample.target, args=args, kwargs=kwargs,
-                    whole=tuple(s.shape for s in self.call.results),
-                    local=tuple(shape(s, port) for port, s in enumerate(self.call.results)),
+                    global_shapes=tuple(s.shape for s in self.call.results),
+                    local_shapes=tuple(shape(s, port) for port, s in enumerate(self.call.results)),
                     rule=self.rule, ranges=ranges, ordered=ordered, strides=self.call.strides,
                 ),
                 insert,

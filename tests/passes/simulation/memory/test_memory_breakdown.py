@@ -8,7 +8,7 @@ import pytest
 
 from passes.simulation.memory.memory_breakdown import report_memory
 from passes.simulation.memory.memory_trace import simulate_memory
-from tests.passes.checkpointing.tapes import chain, random_tape
+from tests.passes.checkpointing.storage_programs import chain, random_program
 
 
 def test_a_chain_that_keeps_its_middle():
@@ -28,13 +28,13 @@ def test_to_keep_all_is_to_recompute_nothing():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_add_up_to_what_the_walk_counts(seed):
-    tape, draw = random_tape(seed), random.Random(seed)
-    tape = replace(tape, runs=tuple(replace(run, workspace_bytes=draw.choice((0, 7)), scratch_bytes=draw.choice((0, 40)))
-                                    for run in tape.runs))
-    free = [s for s in tape.candidates if s not in tape.bound_to_keep]
-    walked = simulate_memory(tape, tape.bound_to_keep | set(random.Random(seed).sample(free, len(free) // 2)))
+    program, draw = random_program(seed), random.Random(seed)
+    program = replace(program, runs=tuple(replace(run, workspace_bytes=draw.choice((0, 7)), scratch_bytes=draw.choice((0, 40)))
+                                    for run in program.runs))
+    free = [s for s in program.candidates if s not in program.bound_to_keep]
+    walked = simulate_memory(program, program.bound_to_keep | set(random.Random(seed).sample(free, len(free) // 2)))
     found = report_memory(walked)
     assert sum(found.forward.parts.values()) == max(walked.forward.nbytes)
     assert sum(found.backward.parts.values()) == max(walked.backward.nbytes)
-    assert sum(us for _, _, us in found.again) == pytest.approx(sum(tape.runs[k].us for k in walked.again))
-    assert {name for name, _, _ in found.saved} == {tape.storages[s].name for s in walked.kept}
+    assert sum(us for _, _, us in found.again) == pytest.approx(sum(program.runs[k].us for k in walked.recomputed))
+    assert {name for name, _, _ in found.saved} == {program.storages[s].name for s in walked.saved}

@@ -9,34 +9,34 @@ import pytest
 
 from passes.simulation.memory.memory_trace import simulate_memory
 from passes.simulation.memory.storage_program import ProgramOp, Storage, StorageProgram
-from tests.passes.checkpointing.tapes import chain, random_tape
+from tests.passes.checkpointing.storage_programs import chain, random_program
 
 
-def names(tape, order):
-    return [tape.runs[k].name if k >= 0 else "again " + tape.runs[-1 - k].name for k in order]
+def names(program, order):
+    return [program.runs[k].name if k >= 0 else "again " + program.runs[-1 - k].name for k in order]
 
 
 def test_everything_kept_adds_up_until_backward_frees_it():
-    tape = chain([10, 20, 30])
-    walked = simulate_memory(tape, tape.candidates)
+    program = chain([10, 20, 30])
+    walked = simulate_memory(program, program.candidates)
     assert walked.forward.nbytes == (10, 30, 60)
     assert walked.backward.nbytes == (60 + 30, 30 + 30 + 20, 10 + 20 + 10)
-    assert walked.again == ()
+    assert walked.recomputed == ()
 
 
 def test_what_is_not_kept_is_made_again_just_before_its_reader():
-    tape = chain([10, 20, 30])
-    walked = simulate_memory(tape, {1})
-    assert names(tape, walked.backward.order) == ["again f1", "again f2", "b2", "b1", "b0"]
+    program = chain([10, 20, 30])
+    walked = simulate_memory(program, {1})
+    assert names(program, walked.backward.order) == ["again f1", "again f2", "b2", "b1", "b0"]
     assert walked.forward.nbytes == (10,), "forward returns nothing, and only runs for what is kept"
     assert walked.backward.nbytes[0] == 10 + 20
     assert walked.us == 2.0
 
 
 def test_it_is_made_again_once_and_lives_until_it_is_last_read():
-    tape = chain([10, 20, 30])
-    walked = simulate_memory(tape, ())
-    assert names(tape, walked.backward.order)[:3] == ["again f0", "again f1", "again f2"]
+    program = chain([10, 20, 30])
+    walked = simulate_memory(program, ())
+    assert names(program, walked.backward.order)[:3] == ["again f0", "again f1", "again f2"]
     assert walked.backward.nbytes == (10, 30, 60, 90, 80, 40)
 
 
@@ -45,9 +45,9 @@ def test_what_backward_does_not_read_is_not_held_until_then():
     runs = (ProgramOp("b", False, 1.0, (0,), (1,)), ProgramOp("e", False, 1.0, (1,), (2,)),
             ProgramOp("back", True, 1.0, (2,), (3,)))
     storages = (Storage("x", 0, None, "forward"), Storage("b", 100, 0), Storage("e", 10, 1), Storage("gradient", 1, 2))
-    tape = StorageProgram(runs, storages, frozenset(), frozenset({3}))
-    both, offloaded, first = (simulate_memory(tape, *each).without_unread for each in (({1, 2},), ({1, 2}, {1}), ({1},)))
-    assert both.kept == {2} and offloaded.offloaded == frozenset() and first.kept == {1}
+    program = StorageProgram(runs, storages, frozenset(), frozenset({3}))
+    both, offloaded, first = (simulate_memory(program, *each).without_unread for each in (({1, 2},), ({1, 2}, {1}), ({1},)))
+    assert both.saved == {2} and offloaded.offloaded == frozenset() and first.saved == {1}
     assert both.backward.nbytes == (11,)
 
 
@@ -100,40 +100,41 @@ def test_the_workspace_of_a_collective_is_there_until_it_is_waited_for_or_anothe
             ProgramOp("light", False, 1.0, (1,), (2,)), ProgramOp("gather_2", False, 1.0, (2,), (3,), workspace_bytes=50,
                                                                        lingers=lingers),
             ProgramOp("last", False, 1.0, (3,), (4,)))
-    tape = StorageProgram(runs, storages, frozenset({4}), frozenset())
-    assert simulate_memory(tape, ()).forward.nbytes == nbytes
-    assert "wait" not in {tape.runs[k].name for k in simulate_memory(replace(tape, returned=frozenset()), ()).forward.order}
+    program = StorageProgram(runs, storages, frozenset({4}), frozenset())
+    assert simulate_memory(program, ()).forward.nbytes == nbytes
+    unread = simulate_memory(replace(program, returned=frozenset()), ())
+    assert "wait" not in {program.runs[k].name for k in unread.forward.order}
 
 
 def test_scratch_is_there_while_a_call_runs():
-    tape = chain([10, 20, 30])
-    runs = tuple(replace(run, scratch_bytes=100) if run.name == "f1" else run for run in tape.runs)
-    assert simulate_memory(tape, {1}).backward.nbytes == (30, 60, 90, 80, 40)
-    assert simulate_memory(replace(tape, runs=runs), {1}).backward.nbytes == (130, 60, 90, 80, 40)
+    program = chain([10, 20, 30])
+    runs = tuple(replace(run, scratch_bytes=100) if run.name == "f1" else run for run in program.runs)
+    assert simulate_memory(program, {1}).backward.nbytes == (30, 60, 90, 80, 40)
+    assert simulate_memory(replace(program, runs=runs), {1}).backward.nbytes == (130, 60, 90, 80, 40)
 
 
-def slow_count(tape: StorageProgram, order, start, held) -> list[int]:
+def slow_count(program: StorageProgram, order, start, held) -> list[int]:
     """No inlining, no reuse: what has been made and is still read later, or held."""
-    runs = [tape.runs[k if k >= 0 else -1 - k] for k in order]
+    runs = [program.runs[k if k >= 0 else -1 - k] for k in order]
     there, counted = set(start), []
     for position, run in enumerate(runs):
         there |= set(run.makes)
         later = {s for other in runs[position:] for s in other.reads} | set(held) | set(run.makes)
-        there |= {s for other in runs[position:] for s in other.reads if tape.storages[s].given == "backward"}
+        there |= {s for other in runs[position:] for s in other.reads if program.storages[s].input_phase == "backward"}
         there = {s for s in there if s in later}
-        counted.append(sum(tape.storages[s].nbytes for s in there if tape.storages[s].given != "forward"))
+        counted.append(sum(program.storages[s].nbytes for s in there if program.storages[s].input_phase != "forward"))
     return counted
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_walk_counts_as_a_slower_count_does(seed):
-    tape = random_tape(seed)
-    plain = StorageProgram(tuple(ProgramOp(r.name, r.backward, r.us, r.reads, r.makes, r.repeatable) for r in tape.runs),
-                           tape.storages,
-                           tape.returned, tape.gradients)
+    program = random_program(seed)
+    plain = StorageProgram(tuple(ProgramOp(r.name, r.backward, r.us, r.reads, r.makes, r.repeatable) for r in program.runs),
+                           program.storages,
+                           program.returned, program.gradients)
     kept = frozenset(s for k, s in enumerate(plain.candidates) if (seed >> (k % 5)) & 1) | plain.bound_to_keep
     walked = simulate_memory(plain, kept)
-    kept = walked.kept
+    kept = walked.saved
     assert list(walked.forward.nbytes) == slow_count(plain, walked.forward.order, (), kept | plain.returned)
     assert list(walked.backward.nbytes) == slow_count(
         plain, walked.backward.order, kept | plain.returned, plain.returned | plain.gradients)
@@ -144,15 +145,15 @@ def test_what_cannot_be_made_again_is_kept_only_where_it_is_needed():
             ProgramOp("back", True, 1.0, (2, 3), (4,)))
     storages = (Storage("x", 0, None, "forward"), Storage("noise", 4, 0), Storage("scaled", 4, 1),
                 Storage("tangents", 0, None, "backward"), Storage("back", 1, 2))
-    tape = StorageProgram(runs, storages, frozenset(), frozenset({4}))
-    assert simulate_memory(tape, {2}).kept == {2} and simulate_memory(tape, ()).kept == {1}
-    assert not tape.bound_to_keep, "backward does not read it"
+    program = StorageProgram(runs, storages, frozenset(), frozenset({4}))
+    assert simulate_memory(program, {2}).saved == {2} and simulate_memory(program, ()).saved == {1}
+    assert not program.bound_to_keep, "backward does not read it"
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_which_of_two_walks_holds_less_is_what_their_peaks_say(seed):
-    tape, draw = random_tape(seed, layers=8, offloading=True), random.Random(seed)
-    choices = [{s for s in tape.candidates if draw.random() < part} for part in (0.1, 0.3, 0.5, 0.7, 0.9)]
+    program, draw = random_program(seed, layers=8, offloading=True), random.Random(seed)
+    choices = [{s for s in program.candidates if draw.random() < part} for part in (0.1, 0.3, 0.5, 0.7, 0.9)]
     for one, other in itertools.permutations(choices, 2):
-        low, high = simulate_memory(tape, one, one & tape.offloadable), simulate_memory(tape, other)
+        low, high = simulate_memory(program, one, one & program.offloadable), simulate_memory(program, other)
         assert low.holds_less_than(high) == (low.peak < high.peak)

@@ -25,7 +25,7 @@ def leg(value, reader, target, nbytes, collective="all_gather", sent=8.0, **more
 def held(*calls, legs=(), device="", recompute=False, microbatches=1, **more):
     """Each op with the bytes while it runs, of forward and of backward."""
     trace = trace_step(StepGraph("g", True, calls, tuple(legs), **more), device, recompute, microbatches)
-    runs = trace.tape.runs
+    runs = trace.program.runs
     return [[(runs[k].name if k >= 0 else f"{runs[-1 - k].name} again", nbytes) for k, nbytes in zip(phase.order, phase.nbytes)]
             for phase in (trace.forward, trace.backward)]
 

@@ -49,8 +49,8 @@ def traced(model: nn.Module) -> tuple[fx.GraphModule, int, set[str]]:
     """The joint graph, how many outputs are forward's, and the names of all that could be kept."""
     gm, forward_outputs = joint_graph(model, (torch.linspace(-1, 1, 32).view(4, 8),))
     PassManager((Shapes(), Flops(), BuildStorageProgram(forward_outputs)))(gm)
-    tape = read(STORAGE_PROGRAM, gm)
-    return gm, forward_outputs, {tape.storages[s].name for s in tape.candidates}
+    program = read(STORAGE_PROGRAM, gm)
+    return gm, forward_outputs, {program.storages[s].name for s in program.candidates}
 
 
 def run(gm: fx.GraphModule, given: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ def chain(sizes: list[int], us: list[float] | None = None, offload_us: list[floa
     return StorageProgram(tuple(runs), tuple(storages), frozenset(), frozenset({tangent}))
 
 
-def random_tape(seed: int, layers: int = 6, offloading: bool = False) -> StorageProgram:
+def random_program(seed: int, layers: int = 6, offloading: bool = False) -> StorageProgram:
     """Forward with branches, some of it inlined or not repeatable; backward reads what it likes, in reverse."""
     draw, price = random.Random(seed), random.Random(seed)
     storages, runs = [Storage("x", 5, None, "forward")], []
