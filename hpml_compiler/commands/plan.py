@@ -53,7 +53,7 @@ def plan(
         _print_table(found)
     if svg is not None:  # last: it fails where the program dot is missing
         found.render(svg)
-    if not partial and (unplanned := getattr(found, "unplanned", ())):
+    if not partial and (unplanned := [part for part in getattr(found, "unplanned", ()) if part.used]):
         count = sum(len(part.parameters) for part in unplanned)
         raise Infeasible(f"{count} parameters of the model are not in the plan: {unplanned[0].reason}",
                          unplanned[0].where or target, "give --run-breaks, if the weights are real, or --partial")

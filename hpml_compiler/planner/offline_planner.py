@@ -46,7 +46,7 @@ def plan_traces(traces: TracedModel, cluster: Cluster, allowance: WorkLimit | No
     plan = as_plan(records, planner.rejected, options, str(cluster))
     sizes = {name: p.numel() for name, p in traces.model.named_parameters()}
     return plan.model_copy(update={"unplanned": tuple(
-        UnplannedPart(reason=each.reason, where=each.where, parameters=each.parameters,
+        UnplannedPart(reason=each.reason, where=each.where, parameters=each.parameters, used=each.used,
                       elements=sum(sizes[name] for name in each.parameters)) for each in traces.unplanned)})
 
 

@@ -166,13 +166,14 @@ class SolverReport(Record):
 
 
 class UnplannedPart(Record):
-    """A part of the step behind a graph break, which the plan leaves out. where: file and line. parameters, elements: names of
-    the trainable parameters in it and their total number of elements."""
+    """A part of the model that the plan leaves out. where: file and line. parameters, elements: names of the trainable
+    parameters in it and their total number of elements. used: False if the step computes no gradients for them."""
 
     reason: str
     where: str
     parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
     elements: Count = 0
+    used: bool = True
 
 
 class MeshAttempt(Record):

@@ -49,8 +49,9 @@ def renderable(plan: PlanContent) -> RenderableType:
     for graph in plan.graphs:
         parts += [Text(""), *_graph(graph)]
     for part in plan.unplanned:
-        parts.append(labelled("not planned", f"{len(part.parameters)} parameters, {part.elements:,} elements: {part.reason}"
-                              + f" ({part.where})" * bool(part.where)))
+        where = f" ({part.where})" if part.where else ""
+        parts.append(labelled("not planned" if part.used else "not used",
+                              f"{len(part.parameters)} parameters, {part.elements:,} elements: {part.reason}{where}"))
     if len(plan.step_graphs) > 1:
         parts.append(labelled("per device", describe_memory(plan.memory, plan.peak)))
     for attempt in plan.rejected[:MOST_NAMES]:

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,11 +16,13 @@ from passes import compat
 
 @dataclass(frozen=True)
 class UntracedPart:
-    """reason: why it was not traced. where: file and line. parameters: names of the trained parameters in it."""
+    """reason: why it was not traced. where: file and line. parameters: names of the trainable parameters in it. used: False if
+    the step computes no gradients for them."""
 
     reason: str
     where: str
     parameters: tuple[str, ...]
+    used: bool = True
 
 
 @dataclass
@@ -58,20 +60,21 @@ class GraphCalls:
                 nodes += [parent for parent, _ in node.next_functions]
 
     def unplanned(self) -> list[UntracedPart]:
-        found = []
-        again = self.again - self.first
-        if names := tuple(name for key, name in self.trained.items() if key in again):
-            most = max(self.counts.values())
-            found.append(UntracedPart(
-                f"a graph behind a graph break is called {most} times, and one call of it is planned", "", names))
-        if names := tuple(name for key, name in self.trained.items() if key in self.reached - self.first - self.again):
-            found.append(UntracedPart("Python code that Dynamo does not trace computes with them", "", names))
-        if self.stopped is not None:
-            names = tuple(name for key, name in self.trained.items() if key not in self.first | self.again)
-            found.append(UntracedPart(
+        in_graphs, most = self.first | self.again, max(self.counts.values(), default=0)
+        rest = self.trained.keys() - in_graphs
+        found = [self._part(f"a graph behind a graph break is called {most} times, and one call of it is planned",
+                            self.again - self.first)]
+        if self.stopped is None:
+            found += [self._part("Python code that Dynamo does not trace computes with them", self.reached - in_graphs),
+                      replace(self._part("the step computes no gradients for them", rest - self.reached), used=False)]
+        else:
+            found.append(self._part(
                 f"Python code behind a graph break needs values ({type(self.stopped).__name__}), and there are none",
-                line_of(self.stopped), names))
-        return found
+                rest, line_of(self.stopped)))
+        return [part for part in found if part.parameters]
+
+    def _part(self, reason: str, ids: Set[int], where: str = "") -> UntracedPart:
+        return UntracedPart(reason, where, tuple(name for key, name in self.trained.items() if key in ids))
 
 
 def line_of(error: BaseException) -> str:

@@ -47,7 +47,10 @@ def planned(architecture: Architecture, dtype: torch.dtype, expected: tuple[Leaf
     if missing := [name for name in names if names[name] in trained - in_plan - listed]:
         detail = f"{len(missing)} names of parameters are neither in the plan nor unplanned: {', '.join(missing[:3])}"
         return Result("different", detail, seconds, graphs, figures=figures)
+    if wrong := [name for part in plan.unplanned if not part.used for name in part.parameters if names[name] in trained]:
+        return Result("different", f"said to have no gradients: {', '.join(wrong[:3])}", seconds, graphs, figures=figures)
     if unplanned := trained - in_plan:
-        detail = f"{len(unplanned)} of {len(trained)} parameters are unplanned: {plan.unplanned[0].reason}"
+        reason = next(part.reason for part in plan.unplanned if part.used)
+        detail = f"{len(unplanned)} of {len(trained)} parameters are unplanned: {reason}"
         return Result("refused", detail, seconds, graphs, figures=figures)
     return Result("same", "", seconds, graphs, figures=figures)

@@ -125,6 +125,21 @@ def test_all_parameters_of_a_function_that_is_left_to_python_are_planned_or_told
         "Python code that Dynamo does not trace computes with them": {"scale"}}
 
 
+class SkipsALayer(Breaks):
+    """Layer drop: a layer that this step leaves out."""
+
+    def __init__(self, how: str):
+        super().__init__(how)
+        self.dropped = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("how", ["none", "break"])
+def test_parameters_without_gradients_are_listed_as_not_used(how):
+    unplanned = []
+    trace(SkipsALayer(how), torch.ones(3, 4), unplanned=unplanned)
+    assert [(part.parameters, part.used) for part in unplanned] == [(("dropped.weight", "dropped.bias"), False)]
+
+
 class InAList(nn.Module):
     def __init__(self):
         super().__init__()
