@@ -189,9 +189,9 @@ def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forwar
 
     forward_outputs: None for a forward graph, which is not partitioned. kept_gradients: indices among the graph's outputs of
     the gradients that go into `.grad`. compact: copy these gradients so that they take no more memory than they need, and no
-    longer, at the cost of less overlap of reductions. ahead: prefetch gathers one block before they are
-    read. by_block: no bucket has reductions of two blocks. outside: inputs that the caller of
-    the graph passes already sliced, per `batch_slices_of`.
+    longer, at the cost of less overlap of reductions. ahead: prefetch gathers one block before they are read. by_block: no
+    bucket has reductions of two blocks. outside: inputs that the caller of the graph passes already sliced, per
+    `batch_slices_of`.
     """
     passes: list[Pass] = [
         AdoptPlacements(decision), Shard(groups, at_run_time=compiler == "inductor"), Deduplicate(),

@@ -63,11 +63,11 @@ class CheckpointingPlan(Record):
     """Activation checkpointing of one graph under a memory budget; or what a pipeline stage saves without one, as torch's
     partitioner chooses it: `budget_bytes` is None then, and recomputed values, which cost next to nothing, are left out. Names
     are those of the nodes that a rank runs; bytes are on one device and leave out parameters, optimizer state and inputs.
-    `budget_bytes`: memory budget of a whole step;
-    `saved_bytes`: activations between forward and backward; `gradient_bytes`: gradients until the optimizer has read them;
-    `step_bytes`: memory of the optimizer step, parameters and state included, for the graphs known when this was decided;
-    `ahead`: all-gathers of parameters are prefetched during the previous block; `saved`, `offloaded`, `again` (recomputed): by
-    node; `forward`, `backward`: the memory peak of each; `forward_memory`, `backward_memory`: the bytes over each."""
+    `budget_bytes`: memory budget of a whole step; `saved_bytes`: activations between forward and backward; `gradient_bytes`:
+    gradients until the optimizer has read them; `step_bytes`: memory of the optimizer step, parameters and state included, for
+    the graphs known when this was decided; `ahead`: all-gathers of parameters are prefetched during the previous block;
+    `saved`, `offloaded`, `again` (recomputed): by node; `forward`, `backward`: the memory peak of each; `forward_memory`,
+    `backward_memory`: the bytes over each."""
 
     budget_bytes: Count | None = None
     saved_bytes: Count

@@ -114,9 +114,8 @@ def build_placement_graph(
 ) -> tuple[PlacementGraph, tuple[Rule | None, ...]]:
     """Returns the graph and the rule of every operation.
 
-    `input_kinds`: by placeholder name; `outputs`: (name of a node, name of the parameter whose
-    placement it takes, or None if it is returned replicated); `flops(node)` -> FLOPs of a whole call; `microbatches`: number in
-    a step, one after another.
+    `input_kinds`: by placeholder name; `outputs`: (name of a node, name of the parameter whose placement it takes, or None if
+    it is returned replicated); `flops(node)` -> FLOPs of a whole call; `microbatches`: number in a step, one after another.
     """
     built = _PlacementGraphBuilder(gm, input_kinds, trainable or {}, flops)
     nodes = {node.name: node for node in gm.graph.nodes}
@@ -162,8 +161,7 @@ def _with_microbatches(operations: Sequence[Operation], values: Sequence[Value],
 
 def _strategies(op: Operation, rule: Rule | None, factors: Sequence[Factors], values: Sequence[Value],
                 known: dict[Hashable, tuple[Strategy, ...]]) -> tuple[Strategy, ...]:
-    """Strategies of operations, cached by their signature. known: the cache; calls
-    of equal rules share one rule object."""
+    """Strategies of operations, cached by their signature. known: the cache; calls of equal rules share one rule object."""
     inputs, outputs = tuple(factors[v] for v in op.inputs), tuple(factors[v] for v in op.outputs)
     given = tuple(values[v].producer is None for v in op.inputs)
     key = id(rule), inputs, outputs, op.heavy, given, tuple(map(op.inputs.index, op.inputs))

@@ -13,14 +13,12 @@ STORAGE_PROGRAM: Key[StorageProgram] = Key("storage_program", StorageProgram, sc
 
 @dataclass(frozen=True)
 class CheckpointDecision:
-    """names: forward nodes whose results are saved; every other forward value that backward reads is
-    recomputed. recomputed: number of recomputed calls; recompute_us: their time. forward_bytes,
-    backward_bytes: peak bytes of a call
-    besides its inputs; after_bytes: while its gradients are used; saved_bytes: between forward and backward. All of
-    these include other users' bytes meanwhile. budget_bytes: the limit for a call. seconds: time of the decision.
-    offloaded: those of `names` that are out of the device's memory between forward and backward; offloaded_bytes: their
-    size; offload_us: time of moving them. account: a report by name. ahead: gathers are prefetched one block before
-    they are read."""
+    """names: forward nodes whose results are saved; every other forward value that backward reads is recomputed. recomputed:
+    number of recomputed calls; recompute_us: their time. forward_bytes, backward_bytes: peak bytes of a call besides its
+    inputs; after_bytes: while its gradients are used; saved_bytes: between forward and backward. All of these include other
+    users' bytes meanwhile. budget_bytes: the limit for a call. seconds: time of the decision. offloaded: those of `names` that
+    are out of the device's memory between forward and backward; offloaded_bytes: their size; offload_us: time of moving them.
+    account: a report by name. ahead: gathers are prefetched one block before they are read."""
 
     names: frozenset[str]
     recomputed: int

@@ -26,8 +26,8 @@ log = logging.getLogger("hpml")
 ROUNDS = 6
 """Limit of programs, each built around the previous answer."""
 MOST_WALKED, LEAST_WALKED = 1_500_000, 150_000
-"""Limit of ops in all traces together, twice as many with offloading; and the minimum left for
-saving more. Counted, not timed, so that the answer does not depend on the load of the machine: some 7 s."""
+"""Limit of ops in all traces together, twice as many with offloading; and the minimum left for saving more. Counted, not timed,
+so that the answer does not depend on the load of the machine: some 7 s."""
 MOST_NODES, MOST_SECONDS, GAP = 100, 10.0, 0.02
 """Time limit of one program, which need not be solved exactly: its figures are estimates. Most take a single node
 and a tenth of a second."""

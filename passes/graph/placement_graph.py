@@ -80,8 +80,7 @@ class PlacementGraph:
     saved: frozenset[int] = frozenset()
     """Values that forward saves for backward."""
     unread: FrozenMap[int, int | None] = FrozenMap()
-    """Outputs that may stay sharded until they are read -> the tangent input, in the same
-    layout, or None."""
+    """Outputs that may stay sharded until they are read -> the tangent input, in the same layout, or None."""
 
     @cached_property
     def weights(self) -> set[int]:

@@ -1,8 +1,8 @@
 """A script's own activation checkpointing (`torch.utils.checkpoint`), read from the marks on a graph's nodes.
 
 While a checkpointed region is traced, torch marks each of its calls with a policy (by default: recompute) and with the number
-of the region. torch's partitioner obeys these marks, and so does hpml's checkpointing search;
-every transform copies them from a call to the calls that replace it.
+of the region. torch's partitioner obeys these marks, and so does hpml's checkpointing search; every transform copies them from
+a call to the calls that replace it.
 """
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ def is_plain(value: Any) -> bool:
 
 
 def leaves_of(value: Any) -> list[tuple[tuple[int, ...], Any]]:
-    """Results of a call in order: (position, part) of each. The position of a result that is no list
-    is empty."""
+    """Results of a call in order: (position, part) of each. The position of a result that is no list is empty."""
     if not isinstance(value, (tuple, list)):
         return [((), value)]
     return [((k, *path), leaf) for k, part in enumerate(value) for path, leaf in leaves_of(part)]

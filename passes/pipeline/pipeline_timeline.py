@@ -67,8 +67,8 @@ class PipelineTasks:
 
 @dataclass(frozen=True)
 class SimulatedPipeline:
-    """A simulated step. bubble: mean idle share of a rank; in_flight: for each stage,
-    the peak number of microbatches with saved values."""
+    """A simulated step. bubble: mean idle share of a rank; in_flight: for each stage, the peak number of microbatches with
+    saved values."""
 
     step_us: float
     bubble: float

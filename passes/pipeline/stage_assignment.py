@@ -36,11 +36,10 @@ class SentValue:
 class StageAssignment:
     """Stages by node name.
 
-    of: the stage of every call. copied: the calls that each stage runs itself. sums: for a gradient that is
-    summed over stages, the parts, each from another stage, in the order of addition; summed: the calls that
-    add them, which are in no stage's graph. parameters: the stages that read a parameter, first the one that accumulates its
-    gradient. blocks: names by stage. time_us: computation of each stage in a step;
-    forward_us: the part of it in forward.
+    of: the stage of every call. copied: the calls that each stage runs itself. sums: for a gradient that is summed over stages,
+    the parts, each from another stage, in the order of addition; summed: the calls that add them, which are in no stage's
+    graph. parameters: the stages that read a parameter, first the one that accumulates its gradient. blocks: names by stage.
+    time_us: computation of each stage in a step; forward_us: the part of it in forward.
     """
 
     count: int

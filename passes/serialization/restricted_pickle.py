@@ -1,8 +1,8 @@
 """Pickles of plain data that cannot run code: loading accepts the classes of an allow list and nothing else.
 
-The list is derived from the expected data: its classes, and those that their fields are
-declared to hold (`classes_of`). Besides them there are few constructors: torch's constants and devices, placements, tensors as
-shapes and bytes. No name outside the list is looked up.
+The list is derived from the expected data: its classes, and those that their fields are declared to hold (`classes_of`).
+Besides them there are few constructors: torch's constants and devices, placements, tensors as shapes and bytes. No name outside
+the list is looked up.
 """
 from __future__ import annotations
 

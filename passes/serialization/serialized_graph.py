@@ -175,8 +175,8 @@ def _graph(memory: _FakeStorages, stored: _SerializedGraph) -> GraphModule:
 
 
 def bare(gm: GraphModule) -> GraphModule:
-    """The same graph in a module that has only its constants: caches of compiled code hash
-    all attributes of a module, in order."""
+    """The same graph in a module that has only its constants: caches of compiled code hash all attributes of a module, in
+    order."""
     graph, new = Graph(), {}
     result = graph.graph_copy(gm.graph, new)
     graph.output(result).meta.update(gm.graph.output_node().meta)

@@ -45,8 +45,8 @@ def call_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def decompositions(compiler: str) -> dict[Any, Callable[..., Any]]:
-    """Decomposition table for tracing. Random numbers are those of one device: inductor draws
-    with its own generator, "eager" as torch does without a compiler."""
+    """Decomposition table for tracing. Random numbers are those of one device: inductor draws with its own generator, "eager"
+    as torch does without a compiler."""
     return compat.inductor_decompositions() if compiler == "inductor" else compat.eager_decompositions()
 
 

@@ -39,16 +39,13 @@ class SessionEntry:
 class RuntimeMetadata:
     """Plain data, which the graph cache stores. On one rank, only `written` and `budgeted` are set.
 
-    uses_rng: whether the graph draws random numbers. placements: of the parameters that it places,
-    by position. unsharded: parameters
-    that it takes unsharded, by placeholder. gathered, written: positions of arguments that each call gathers, and of those that
-    it mutates. sharded_outputs, tangents: results that stay sharded,
-    and their gradients. slices: those of arguments taken before
-    the graph runs, by position. owned: parameters that only one rank has,
-    by placeholder; None without stages. own_here: positions
-    of those that are on the right rank already. decision: about its step. budgeted: under a budget, its memory as
-    later graphs of the step see it. graph_hash: of a graph that was planned at once. entry: None where the plan is made on
-    demand.
+    uses_rng: whether the graph draws random numbers. placements: of the parameters that it places, by position. unsharded:
+    parameters that it takes unsharded, by placeholder. gathered, written: positions of arguments that each call gathers, and of
+    those that it mutates. sharded_outputs, tangents: results that stay sharded, and their gradients. slices: those of arguments
+    taken before the graph runs, by position. owned: parameters that only one rank has, by placeholder; None without stages.
+    own_here: positions of those that are on the right rank already. decision: about its step. budgeted: under a budget, its
+    memory as later graphs of the step see it. graph_hash: of a graph that was planned at once. entry: None where the plan is
+    made on demand.
     """
 
     training: bool = False

@@ -69,8 +69,7 @@ def loop_of(gm: GraphModule, graph: PlacementGraph, placements: Decision | None,
             forward_outputs: int, kept_gradients: Sequence[int], compiler: str, repeats: LoopGathers = ONCE,
             ahead: bool = True, compact: bool = False) -> LoopSplit:
     """Cut the microbatch loop out of an annotated graph, which gets its markers; all parts are ready to be compiled, or to be
-    partitioned into forward and backward. See `mark_loop`, `in_loop` and
-    `around_loop`."""
+    partitioned into forward and backward. See `mark_loop`, `in_loop` and `around_loop`."""
     mark_loop(gm, graph, placements, times, groups, forward_outputs, kept_gradients, compiler == "inductor", repeats)
     loop = split_at_markers(gm)
     in_loop(compiler, len(loop.forward), repeats, ahead)(loop.body)

@@ -22,9 +22,8 @@ class StepProblem:
     """name: of the graph. analyze: analyzes the graph for planning; with microbatches or stages, with gradients at the loss
     alone. forward_outputs: None for an inference graph. options: under a budget, with the budget in bytes. cluster: all
     devices. allowance: work limit for all decisions. microbatches: as many as its rows divide into. traced: the graph before
-    any pass, where it may be needed once more; own: the same, which deciding may change,
-    instead of a copy. analyze_full: analyzes the
-    graph for a step that cannot go through microbatches.
+    any pass, where it may be needed once more; own: the same, which deciding may change, instead of a copy. analyze_full:
+    analyzes the graph for a step that cannot go through microbatches.
 
     kept_gradients: places of the outputs that go to `.grad`. written: positions of inputs that a call mutates. sharing: under a
     memory budget, what the graphs of the step share. folded: the deeper model of which a few layers were traced. fixed_mesh:

@@ -119,9 +119,9 @@ def is_effect_token(placeholder: torch.fx.Node) -> bool:
 
 
 def results_of_program(gm: torch.fx.GraphModule, forward_outputs: int) -> dict[int, tuple[int, str | None]]:
-    """Outputs of the traced program itself, without AOTAutograd's own and gradients: index among the graph's
-    outputs -> (index among the program's results, placeholder of its tangent). Empty if
-    tracing did not record it, or the graph's outputs have changed."""
+    """Outputs of the traced program itself, without AOTAutograd's own and gradients: index among the graph's outputs -> (index
+    among the program's results, placeholder of its tangent). Empty if tracing did not record it, or the graph's outputs have
+    changed."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 
     (output,) = gm.graph.find_nodes(op="output")

@@ -45,8 +45,8 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def eager_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The same table without operators that draw random numbers: inductor's replacements, made for
-    its own generator, draw other numbers than the operators. Composites of other operators are included."""
+    """The same table without operators that draw random numbers: inductor's replacements, made for its own generator, draw
+    other numbers than the operators. Composites of other operators are included."""
     table = {op: decomposed for op, decomposed in inductor_decompositions().items()
              if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags or op._can_decompose()}
     return table | dict.fromkeys(_operators(("eye.default", "eye.m")), _eye)

@@ -43,9 +43,9 @@ def allow_scalar_mutation() -> None:
     """Keep Dynamo from dropping writes to float64 tensors without dims.
 
     It treats every such input as a Python float. After AOTAutograd has found that it cannot trace that float as a symbol,
-    Dynamo traces once more without the float's readers, and drops calls whose results nobody
-    reads: `self.seen.add_(1)` among them, whose result is the input itself. Without this patch the buffer keeps its old value,
-    silently, with every backend that goes through AOTAutograd (seen with torch 2.13).
+    Dynamo traces once more without the float's readers, and drops calls whose results nobody reads: `self.seen.add_(1)` among
+    them, whose result is the input itself. Without this patch the buffer keeps its old value, silently, with every backend that
+    goes through AOTAutograd (seen with torch 2.13).
     """
     def instead_of(remove: Any) -> Any:
         @functools.wraps(remove)

@@ -123,8 +123,8 @@ class _PartitionChosen(BaseException):
 
 
 def chosen_by_min_cut(joint: torch.fx.GraphModule, forward_outputs: int, *, deduplicate: bool = False) -> list[torch.fx.Node]:
-    """Nodes that inductor's partitioner would save, in half the time of partitioning. Changes the
-    graph: calls without readers are removed and, with `deduplicate`, equal ones."""
+    """Nodes that inductor's partitioner would save, in half the time of partitioning. Changes the graph: calls without readers
+    are removed and, with `deduplicate`, equal ones."""
     def stop(_: Any, saved: list[torch.fx.Node], *args: Any, **kwargs: Any) -> Any:
         raise _PartitionChosen(saved)
 
@@ -221,9 +221,9 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, stat
                           is_inference: bool, reuse: bool = True, keep_order: bool = False) -> Callable[..., Any]:
     """Lower one graph of aten calls and functional collectives; the result takes a list of inputs and clears it.
 
-    reuse: a dead buffer may stay for a later one of its size, instead of being freed at once, and
-    kernels may be reordered. keep_order: keep the graph's order except for fusion, even with
-    `reuse`. Otherwise a collective would start at its wait, if that lowers peak memory.
+    reuse: a dead buffer may stay for a later one of its size, instead of being freed at once, and kernels may be reordered.
+    keep_order: keep the graph's order except for fusion, even with `reuse`. Otherwise a collective would start at its wait, if
+    that lowers peak memory.
 
     Never into CUDA graphs, even if inductor is configured for them: not every collective can be captured.
     """

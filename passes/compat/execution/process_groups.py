@@ -127,9 +127,9 @@ class _CollectiveOverrides(dict[Any, torch.library.Library]):
 
 
 def collectives_through_host(dispatch_key: str = "CUDA") -> None:
-    """Until the session ends, functional collectives of CUDA tensors run on copies in host memory: for process groups on
-    gloo. Its `all_gather_into_tensor` reads device memory as if it were host memory and the process
-    dies (https://github.com/pytorch/pytorch/issues/152645); other ops are copied inside gloo anyway.
+    """Until the session ends, functional collectives of CUDA tensors run on copies in host memory: for process groups on gloo.
+    Its `all_gather_into_tensor` reads device memory as if it were host memory and the process dies
+    (https://github.com/pytorch/pytorch/issues/152645); other ops are copied inside gloo anyway.
     """
     if (library := _new_override("through host", dispatch_key)) is None:
         return

@@ -1,9 +1,9 @@
 """The oracle: recompute the cost and the bytes of a decision on the unfolded graph.
 
-Visits the layouts that the rewrite will apply, operation by operation and collective by collective, with the prices of
-single kernels and collectives and its own formulas and attribution rule (`passes.sharding.oracle.comm_attribution`). It
-knows nothing of classes, multiplicities, choices, entities, edges or the
-solver: agreement with the solver's objective shows that folding, building and decoding are sound. Checked on every solve.
+Visits the layouts that the rewrite will apply, operation by operation and collective by collective, with the prices of single
+kernels and collectives and its own formulas and attribution rule (`passes.sharding.oracle.comm_attribution`). It knows nothing
+of classes, multiplicities, choices, entities, edges or the solver: agreement with the solver's objective shows that folding,
+building and decoding are sound. Checked on every solve.
 """
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ HeldBytes = tuple[float, ...]
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """saved_share: None if the whole step is one point, with all saved values and all gradients in memory. Otherwise there
-    are two: the end of forward, with saved values and no gradients, and the end of backward, the
-    other way round; in between one is freed as the other is allocated. Only this share of the saved values counts: the rest can
-    be recomputed (`passes.checkpointing` decides which, on the graph that a rank really runs). transient: at the second point,
-    tensors of a gradient's size that the optimizer allocates during its step. in_flight: with one point, the fraction of a
-    batch whose saved values are in memory at a time, because of microbatches."""
+    """saved_share: None if the whole step is one point, with all saved values and all gradients in memory. Otherwise there are
+    two: the end of forward, with saved values and no gradients, and the end of backward, the other way round; in between one is
+    freed as the other is allocated. Only this share of the saved values counts: the rest can be recomputed
+    (`passes.checkpointing` decides which, on the graph that a rank really runs). transient: at the second point, tensors of a
+    gradient's size that the optimizer allocates during its step. in_flight: with one point, the fraction of a batch whose saved
+    values are in memory at a time, because of microbatches."""
 
     saved_share: float | None = None
     transient: float = 0.0

@@ -2,10 +2,10 @@
 
 Given the saved storages, forward runs the ops that its outputs and the saved storages need. Backward recomputes the rest, each
 just before its first reader, as rematerialization does (`passes.transforms.memory.rematerialization`). A storage lives from its
-producer to its last reader; a saved one, from forward to its last reader in backward. An offloaded one is
-elsewhere in between: in forward it lives like one that is not saved, in backward from its first reader on. A result that is
-inlined into its readers takes nothing, but its operands live as long as they do. A costly result
-is not inlined if it has several readers in different kernels.
+producer to its last reader; a saved one, from forward to its last reader in backward. An offloaded one is elsewhere in between:
+in forward it lives like one that is not saved, in backward from its first reader on. A result that is inlined into its readers
+takes nothing, but its operands live as long as they do. A costly result is not inlined if it has several readers in different
+kernels.
 """
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ many reads each (`realize_acc_reads_threshold`, `realize_reads_threshold` of its
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """saved: saved forward storages; including needed ones that cannot be
-    recomputed. backward_order: op numbers, as in a `PhaseTimeline`. offloaded: those of the saved storages that are
-    offloaded in between."""
+    """saved: saved forward storages; including needed ones that cannot be recomputed. backward_order: op numbers, as in a
+    `PhaseTimeline`. offloaded: those of the saved storages that are offloaded in between."""
 
     program: StorageProgram
     saved: frozenset[int]
@@ -80,8 +79,7 @@ class MemoryTrace:
         return self.program.bytes_of(self.program.gradients) + self.program.after_bytes
 
     def holds_less_than(self, other: MemoryTrace) -> bool:
-        """Compare the peaks. Usually the phase in which `other` peaks decides, and the second phase
-        is not simulated."""
+        """Compare the peaks. Usually the phase in which `other` peaks decides, and the second phase is not simulated."""
         if max(self.between, self.after) >= other.peak:
             return False
         if other.forward.most_bytes == other.peak and self.forward.most_bytes >= other.peak:

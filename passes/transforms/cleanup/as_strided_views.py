@@ -1,9 +1,8 @@
 """Rewrite `as_strided`, which addresses memory, into equivalent views, which name dims and have rules.
 
-An operand without gaps, in any order of its dims, is a mixed-radix number: each of its
-dims is a digit. Strides of operand and result split it into finer digits. A dim of the result runs through one of them, or part
-of it, or through several neighbors; the offset fixes the digits that no dim runs through. Two overlapping dims are a
-sliding window.
+An operand without gaps, in any order of its dims, is a mixed-radix number: each of its dims is a digit. Strides of operand and
+result split it into finer digits. A dim of the result runs through one of them, or part of it, or through several neighbors;
+the offset fixes the digits that no dim runs through. Two overlapping dims are a sliding window.
 """
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations

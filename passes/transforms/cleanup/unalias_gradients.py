@@ -1,8 +1,8 @@
 """Give each gradient that goes into `.grad` its own memory.
 
-Autograd takes a graph's output for a leaf as `.grad` without a copy if nobody else
-references that tensor. It does not see that another tensor shares the memory: a tangent that is returned unchanged, or the
-gradient of another parameter. A script that then scales or clips one gradient in place would change the other.
+Autograd takes a graph's output for a leaf as `.grad` without a copy if nobody else references that tensor. It does not see that
+another tensor shares the memory: a tangent that is returned unchanged, or the gradient of another parameter. A script that then
+scales or clips one gradient in place would change the other.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false

@@ -35,9 +35,9 @@ FETCH_START, FETCH_WAIT = hpml.fetch_start.default, hpml.fetch_wait.default
 
 
 class _PendingCopies:
-    """Copies of one GPU in flight: by target address, the event of their end, and the
-    device tensor. It is referenced here until then: if it were freed before, as after an error between start and wait, its
-    memory could be reused while the copy still runs."""
+    """Copies of one GPU in flight: by target address, the event of their end, and the device tensor. It is referenced here
+    until then: if it were freed before, as after an error between start and wait, its memory could be reused while the copy
+    still runs."""
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)

@@ -29,8 +29,8 @@ from passes.pipeline.stage_assignment import STAGES, SentValue, StageAssignment
 from passes.sharding.loop_gathers import ONCE, LoopGathers
 
 GRADIENT = "tangents_of_"
-"""Prefix of the placeholder of a value that a stage receives in backward: torch's
-partitioner, and ours, recognize by it that forward does not have the value."""
+"""Prefix of the placeholder of a value that a stage receives in backward: torch's partitioner, and ours, recognize by it that
+forward does not have the value."""
 
 
 @dataclass(frozen=True)

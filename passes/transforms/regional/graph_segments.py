@@ -29,9 +29,8 @@ LOOK_UP = "prims.inductor_lookup_seed.default"
 
 @dataclass(frozen=True)
 class GraphSegment:
-    """Consecutive calls, their inputs and outputs. alone: a single call that is not
-    compiled. donated: indices of inputs that are dead after the segment and alias nothing: results may
-    reuse their memory."""
+    """Consecutive calls, their inputs and outputs. alone: a single call that is not compiled. donated: indices of inputs that
+    are dead after the segment and alias nothing: results may reuse their memory."""
 
     nodes: tuple[Node, ...]
     takes: tuple[Node, ...]

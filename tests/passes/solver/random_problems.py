@@ -23,8 +23,8 @@ def arcs(draw) -> tuple[Arc, ...]:
 
 @st.composite
 def problems(draw, nothing: bool = True, budgets: bool = True, most_entities: int = 6, positions: int = 2) -> Problem:
-    """nothing: labels may be None. positions: memory is counted at so many at most. Bytes and
-    budgets are whole numbers, so that all sums of them are exact."""
+    """nothing: labels may be None. positions: memory is counted at so many at most. Bytes and budgets are whole numbers, so
+    that all sums of them are exact."""
     count, places = draw(st.integers(1, most_entities)), draw(st.integers(1, positions))
     supplied = st.sampled_from((*LABELS, None) if nothing and draw(st.integers(0, 3)) == 0 else LABELS)
     demanded = st.sampled_from((*LABELS, None) if nothing and draw(st.booleans()) else LABELS)
