@@ -50,7 +50,7 @@ def register(cls: P) -> P:
 
 def external_passes() -> dict[str, type[Any]]:
     """Passes of other packages, by name."""
-    _discover()
+    _load_entry_points_once()
     return {name: cls for name, cls in PASSES.items() if not cls.__module__.startswith("passes.")}
 
 
@@ -82,6 +82,11 @@ def _discover() -> None:
     for package in (importlib.import_module(f"{passes.__name__}.{name}") for name in _PACKAGES):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
+    _load_entry_points_once()
+
+
+@functools.cache
+def _load_entry_points_once() -> None:
     load_entry_points()
 
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpml_compiler.integrations.sync_batch_norm import use_global_batch
 from hpml_compiler.runtime.install import uncompiled_models
+from hpml_compiler.runtime.process.live_objects import live_objects
 from passes import compat
 from passes.errors import BadInput
 
@@ -160,9 +161,7 @@ def _wrapper_of(wanted: Set[int]) -> Any:
 
 def _wrappers() -> list[Any]:
     """All DDP and FSDP modules of this process."""
-    objects, kinds = gc.get_objects(), (*_sharding_types(), DistributedDataParallel)
-    present = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds) and not _is_ours(kind)}
-    return [item for item in objects if type(item) in present] if present else []
+    return [wrapper for wrapper in live_objects(*_sharding_types(), DistributedDataParallel) if not _is_ours(type(wrapper))]
 
 
 def _is_ours(kind: type) -> bool:

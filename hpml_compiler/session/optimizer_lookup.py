@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence, Set
 import torch
 
 from hpml_compiler.options import OptimizerName
+from hpml_compiler.runtime.process.live_objects import live_objects
 
 NAMES: dict[type, OptimizerName] = {
     torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd", torch.optim.RMSprop: "rmsprop",
@@ -27,8 +28,7 @@ def optimizer_of(parameters: Collection[torch.Tensor]) -> list[torch.optim.Optim
 
 
 def _holding(wanted: Set[int]) -> list[torch.optim.Optimizer]:
-    made = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    return [each for each in made if any(id(p) in wanted for p in held_by([each]))]
+    return [each for each in live_objects(torch.optim.Optimizer) if any(id(p) in wanted for p in held_by([each]))]
 
 
 def held_by(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:

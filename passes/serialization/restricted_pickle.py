@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import io
 import pickle
 import typing
@@ -41,8 +42,13 @@ def classes_of(*roots: Any) -> Classes:
             continue
         if kind in roots or _is_data(kind):
             found[_key(kind)] = kind
-            rest.extend(typing.get_type_hints(kind).values())
+            rest.extend(_types_of_fields(kind))
     return {**_of_libraries(), **found}
+
+
+@functools.cache
+def _types_of_fields(kind: type) -> tuple[Any, ...]:
+    return tuple(typing.get_type_hints(kind).values())
 
 
 def dumps(what: Any) -> bytes:

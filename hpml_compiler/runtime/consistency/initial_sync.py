@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hpml_compiler.runtime.consistency.checksums import exact_sum
 from hpml_compiler.runtime.process.compute_device import device_type
+from hpml_compiler.runtime.process.live_objects import live_objects
 from hpml_compiler.runtime.process.world_group import from_all_ranks
 from passes import compat
 from passes.graph.graph_signature import GraphInput
@@ -124,7 +125,7 @@ def _to_host(values: list[torch.Tensor]) -> list[int]:
 def _of_all_modules() -> dict[str, torch.Tensor]:
     """Parameters and buffers of all modules in the process whose names identify them on every rank."""
     gc.collect()  # a dead copy, on one rank perhaps, would have the same names
-    modules = [item for item in gc.get_objects() if isinstance(type(item), type) and issubclass(type(item), nn.Module)]
+    modules = live_objects(nn.Module)
     below = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
     found: list[tuple[str, torch.Tensor]] = []
     for root in modules:

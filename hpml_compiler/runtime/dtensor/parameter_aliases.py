@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from hpml_compiler.runtime.placements.shard_and_gather import local_shard
+from hpml_compiler.runtime.process.live_objects import live_objects
 from passes import compat
 from passes.errors import HpmlError
 from passes.session_state import state_of
 
 log = logging.getLogger("hpml")
-
-KINDS = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
 
 
 def aliases_of(tensors: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
@@ -39,7 +38,7 @@ def _scan(tensors: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
     if not by_storage:
         return {}
     found: dict[int, list[torch.Tensor]] = {}
-    for other in [each for each in gc.get_objects() if type(each) in KINDS]:  # isinstance would wake up lazy proxies
+    for other in live_objects(torch.Tensor, nn.Parameter, nn.Buffer, exact=True):
         for tensor in by_storage.get(_address(other), ()):
             (start, end), (other_start, other_end) = _bytes_of(tensor), _bytes_of(other)
             if tensor is not other and start < other_end and other_start < end:

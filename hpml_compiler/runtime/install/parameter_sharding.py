@@ -1,7 +1,6 @@
 """Replace a module's parameters by placed tensors while Dynamo compiles the first graph that uses them."""
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -30,6 +29,7 @@ from hpml_compiler.runtime.placements.inner_shard import blocks_along
 from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
 from hpml_compiler.runtime.placements.single_rank_placement import at_owner, from_owner
 from hpml_compiler.runtime.placements.unsharded_params import UnshardedInputs
+from hpml_compiler.runtime.process.live_objects import live_objects
 from passes import compat
 from passes.errors import BadInput
 from passes.graph.graph_signature import parameter_name
@@ -245,9 +245,7 @@ def find_sites(parameters: Sequence[nn.Parameter]) -> dict[int, list[tuple[nn.Mo
     """id of a parameter -> (module, name) of all its uses; tied parameters have several."""
     wanted = {id(parameter) for parameter in parameters}
     sites: dict[int, list[tuple[nn.Module, str]]] = {}
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
-    for module in [item for item in objects if type(item) in kinds]:  # isinstance would wake up lazy proxies
+    for module in live_objects(nn.Module):
         for name, parameter in module.__dict__.get("_parameters", {}).items():
             if id(parameter) in wanted:
                 sites.setdefault(id(parameter), []).append((module, name))
