@@ -296,6 +296,5 @@ def collective_totals(redistributions: Iterable[Redistribution]) -> dict[str, Co
             if hop.bytes:
                 old = totals.get(hop.collective, CollectiveTotal(0, 0))
                 totals[hop.collective] = CollectiveTotal(
-                    old.count + move.multiplicity, old.bytes + move.multiplicity * hop.bytes
-                )
+                    old.count + move.multiplicity, old.bytes + move.multiplicity * hop.bytes)
     return dict(sorted(totals.items()))

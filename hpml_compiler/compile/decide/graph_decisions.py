@@ -229,19 +229,18 @@ class GraphDecisions:
                 with self.entry.doing("rewrite", "rewriting"):
                     one_device(compiler)(gm)
             return
-        annotated, gradients, budgeted = step.annotated, step.kept_gradients, self.options.memory_budget is not None
+        annotated, decision, gradients = step.annotated, planned.decision, step.kept_gradients
         with self.entry.doing("rewrite", "rewriting"):
             if self.stages is not None:
-                after_planning(planned.decision, self.stages.groups(), compiler, forward_outputs, gradients)(gm)
+                after_planning(decision, self.stages.groups(), compiler, forward_outputs, gradients)(gm)
                 return
-            left = sharded_outputs_of(annotated, planned.decision)
+            outputs, tangents = sharded_outputs_of(annotated, decision), sharded_tangents_of(annotated, decision)
             after_planning(
-                planned.decision, self.session.groups(planned.mesh), compiler, forward_outputs, gradients,
+                decision, self.session.groups(planned.mesh), compiler, forward_outputs, gradients,
                 compact=self.options.is_compact, ahead=planned.checkpointing is None or planned.checkpointing.ahead,
-                outside=() if budgeted else self.inputs.only_read(annotated))(gm)
+                outside=() if self.options.memory_budget is not None else self.inputs.only_read(annotated))(gm)
             taken = {annotated.interface.positions[name]: each for name, each in batch_slices_of(gm).items()}
-            self.takes = replace(self.takes, sharded_outputs=left, slices=taken,
-                                 tangents=sharded_tangents_of(annotated, planned.decision))
+            self.takes = replace(self.takes, sharded_outputs=outputs, slices=taken, tangents=tangents)
         self.entry.log_plan(annotated.graph.unruled)
         if planned.checkpointing is not None:
             building_storage_program(self._trial(decided).builder(planned, self.session.groups(planned.mesh)))(gm)
