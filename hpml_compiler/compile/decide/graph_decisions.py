@@ -88,8 +88,7 @@ class GraphDecisions:
             self.inputs.written = compat.mutated_inputs(joint)
         step = self._step(joint, forward_outputs, traced, first)
         decided = self.decided = self._decided_or_unpipelined(step, joint, first)
-        kept = decided.decision.checkpointing
-        if first and self.sharing is not None and kept is not None:
+        if first and self.sharing is not None and decided.decision.checkpointing is not None:
             planned = decided.planned
             self._enter(self.sharing.replicated if planned is None else self._trial(decided).memory(planned), decided)
         return decided
@@ -198,8 +197,8 @@ class GraphDecisions:
                                self.options.compiler, decision.gathers or ONCE, kept is None or kept.ahead,
                                self.options.is_compact)
                 if kept is not None and decided.planned is not None:
-                    builder = self._trial(decided).builder(decided.planned, groups)
-                    building_storage_program(body_builder(gm, loop, builder))(loop.body)
+                    builder = body_builder(gm, loop, self._trial(decided).builder(decided.planned, groups))
+                    building_storage_program(builder)(loop.body)
             program = one_stage_program(gm, loop, times.microbatches, step.outputs, step.written, others, self.entry.step_us,
                                         kept, self.options.offload_folder or "")
         self.entry.log_plan(annotated.graph.unruled)
@@ -234,12 +233,13 @@ class GraphDecisions:
             if self.stages is not None:
                 after_planning(decision, self.stages.groups(), compiler, forward_outputs, gradients)(gm)
                 return
-            outputs, tangents = sharded_outputs_of(annotated, decision), sharded_tangents_of(annotated, decision)
+            outputs = sharded_outputs_of(annotated, decision)
             after_planning(
                 decision, self.session.groups(planned.mesh), compiler, forward_outputs, gradients,
                 compact=self.options.is_compact, ahead=planned.checkpointing is None or planned.checkpointing.ahead,
                 outside=() if self.options.memory_budget is not None else self.inputs.only_read(annotated))(gm)
             taken = {annotated.interface.positions[name]: each for name, each in batch_slices_of(gm).items()}
+            tangents = sharded_tangents_of(annotated, decision)  # after the rewrite: with local shapes
             self.takes = replace(self.takes, sharded_outputs=outputs, slices=taken, tangents=tangents)
         self.entry.log_plan(annotated.graph.unruled)
         if planned.checkpointing is not None:
