@@ -104,9 +104,10 @@ class PlacementILP:
         """The position of the candidate with the largest x, for each entity."""
         return [int(np.argmax([_value(x) for x in choices])) if choices else 0 for choices in self.choices]
 
-    def is_integral(self) -> bool:
+    def fractional(self) -> int:
+        """Number of x that are neither 0 nor 1."""
         values = np.array([_value(x) for choices in self.choices for x in choices])
-        return bool((np.minimum(values, 1 - values) <= _INTEGRAL).all())
+        return int((np.minimum(values, 1 - values) > _INTEGRAL).sum())
 
     def set_values(self, picked: Sequence[int]) -> None:
         """Set all variables to an assignment: x as picked, f along the cheapest paths."""

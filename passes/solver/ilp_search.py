@@ -59,6 +59,8 @@ class _AssignmentSearch:
     best_cost: float = math.inf
     bound: float = 0.0
     integral_relaxation: bool = False
+    fractional: int | None = None
+    """Fractional choices of the relaxation's optimum, None until it is known."""
 
     def run(self, cutoff: float) -> Solution:
         candidates, comparisons = sizes_of(self.problem)
@@ -88,8 +90,14 @@ class _AssignmentSearch:
         self.allowance.spend("coefficient", coefficients)
         self.model = ilp.build(reduced, None if self.best is None else self.best_cost)
         self._relax(self.model)
-        if self.bound <= cutoff and not self._done(self.options.gap):
+        if self.bound <= cutoff and not self._done(self.options.gap) and self._may_branch(self.model):
             self._branch(self.model)
+
+    def _may_branch(self, model: ilp.PlacementILP) -> bool:
+        """Whether the time suffices for the root node, which HiGHS ends before it looks at a limit. Without any assignment yet
+        it is tried whatever its size."""
+        fractional = model.binaries if self.fractional is None else self.fractional
+        return self.best is None or self.allowance.allows("separation", fractional * ilp.coefficients(model.reduced))
 
     def _relax(self, model: ilp.PlacementILP) -> None:
         """Solve the relaxation, for its bound and for the assignments near it."""
@@ -100,8 +108,9 @@ class _AssignmentSearch:
             return
         self._raise_bound(model.cost())
         picked = model.picked()
+        self.fractional = model.fractional()
         self._offer(model.reduced, picked)
-        self.integral_relaxation = model.is_integral() and self._done(0.0)
+        self.integral_relaxation = not self.fractional and self._done(0.0)
         if not self._done(0.0):
             self._offer(model.reduced, rounded(model.reduced, picked, self.allowance))
 

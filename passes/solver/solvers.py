@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from passes.solver.work_limit import US, WorkLimit
 DEFAULT_TIME_LIMIT_S = 60.0
 LEAST_S, LEAST_ITERATIONS = 0.1, 1000
 """Minimum time of a run, in seconds."""
+BUSY = 4.0
+"""HiGHS's own clock, its last limit, may show this multiple of CPU time on a busy machine."""
 
 # What `SolverOptions.extra` may override. The MIP presolve of HiGHS 1.12 to 1.15 called wrong assignments optimal or
 # infeasible, or looped for ever whatever its time limit, in some of 10,000 random problems of 20 to 50 variables; what
@@ -133,6 +136,8 @@ class _StartedHiGHS(pulp.HiGHS):
 
         highs: Any = lp.solverModel
         coefficients = highs.getNumNz()
+        if math.isfinite(allowance.guard_left_s):
+            highs.setOptionValue("time_limit", BUSY * allowance.guard_left_s + LEAST_S)
         if not (self.mip and any(variable.cat == pulp.LpInteger for variable in lp.variables())):
             iteration_us = US["simplex iteration"] + US["simplex coefficient"] * coefficients
             most = int(max(1e6 * allowance.left_s / iteration_us, LEAST_ITERATIONS))

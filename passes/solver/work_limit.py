@@ -27,6 +27,7 @@ US = {
     "branching": 50.0,  # HiGHS asks whether to go on; and for each coefficient of the program:
     "branching coefficient": 1.0,
     "cutting coefficient": 3.0,  # likewise, at the root, where it makes cuts
+    "separation": 0.25,  # of cuts at the root, which cannot be interrupted: for each coefficient and fractional choice
     "run": 5.0,  # of a program that is walked
 }
 """µs per unit of work, rounded up."""
@@ -68,6 +69,11 @@ class WorkLimit:
     def allows(self, unit: str, count: float = 1.0) -> bool:
         """True if that much is left."""
         return not self.is_over and 1e-6 * US[unit] * count <= self.left_s
+
+    @property
+    def guard_left_s(self) -> float:
+        """CPU time until the search ends regardless of the count."""
+        return max(self._end_s - self._cpu_s(), 0.0)
 
     @property
     def is_over(self) -> bool:

@@ -107,3 +107,35 @@ def hard_chain(entities: int = 120, budget: bool = True) -> Problem:
     edges = tuple(Edge(i, 0, i + 1, 0, 1, arcs, f"value {i}") for i in range(entities - 1))
     lightest = sum(min(choice.held_bytes[0] for choice in layer.choices) for layer in layers)
     return Problem(layers, edges, 3.0 * lightest if budget else None)
+
+
+def recurrences(copies: int, steps: int = 16) -> Problem:
+    """Unrolled recurrences and their backward as the microbatch axis sees them: R before the loop, S in it, then "after". One
+    operation in each step of backward reads R in the loop, which makes the relaxation fractional."""
+    rng = random.Random(0)
+    arcs = (Arc("R", "after", 0.0), Arc("R", "S", 1.1), Arc("S", "after", 2.1))
+    entities: list[Entity] = []
+    edges: list[Edge] = []
+
+    def call(*inputs: int, reads: str = "S") -> int:
+        work, ports = rng.uniform(0.5, 1.5), len(inputs)
+        choices = [Choice(work, (0.0,), ("R",) * ports, ("R",)), Choice(0.0, (0.0,), (reads,) * ports, ("S",))]
+        choices += [Choice(1.001 * work, (0.0,), ("after",) * ports, ("after",))] if inputs else []
+        edges.extend(Edge(source, 0, len(entities), port, 1, arcs, "value") for port, source in enumerate(inputs))
+        entities.append(Entity(f"operation {len(entities)}", "op", 1, tuple(choices)))
+        return len(entities) - 1
+
+    for _ in range(copies):
+        x, state, forward = call(), call(), []
+        for _ in range(steps):
+            shared = call(state, x)
+            top, factor = call(shared, state), call(shared)
+            state = call(call(factor, call(x, top)), state)
+            forward.append((factor, top))
+        gradient = call(state)
+        for factor, top in reversed(forward):
+            product = call(call(call(gradient, reads="R"), gradient), factor)
+            gradient = call(call(call(top, product), factor), product)
+        edges.append(Edge(gradient, 0, len(entities), 0, 1, arcs, "result"))
+        entities.append(Entity("output", "output", 1, (Choice(0.0, (0.0,), ("after",), ()),)))
+    return Problem(tuple(entities), tuple(edges))

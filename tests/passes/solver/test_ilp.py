@@ -99,7 +99,7 @@ def test_values_set_from_an_assignment_are_feasible(shared_value):
     assert all(variable.varValue is not None for variable in model.program.variables())
     assert model.program.valid(1e-9)
     assert math.isclose(model.cost(), optimum.cost, rel_tol=1e-12)
-    assert model.picked() == list(optimum.chosen) and model.is_integral()
+    assert model.picked() == list(optimum.chosen) and not model.fractional()
 
 
 def test_a_cover_excludes_its_assignment_alone(shared_value):

@@ -8,7 +8,7 @@ import pytest
 
 from passes.solver import SolverOptions, solve
 from passes.solver.work_limit import GUARD, SLACK_S, US, OutOfTime, WorkLimit
-from tests.passes.solver.random_problems import hard_chain
+from tests.passes.solver.random_problems import hard_chain, recurrences
 
 
 def test_a_part_counts_towards_the_whole_and_tells_it_that_it_was_over():
@@ -53,3 +53,11 @@ def test_what_a_search_with_little_time_finds_does_not_depend_on_the_clock(monke
     busy = solve(hard_chain(), options)
     assert quiet.status == "feasible" and quiet.gap > 0
     assert (busy.chosen, busy.cost, busy.bound, busy.gap) == (quiet.chosen, quiet.cost, quiet.bound, quiet.gap)
+
+
+def test_a_program_whose_root_node_would_not_end_in_time_is_answered_without_branching():
+    """HiGHS makes cuts for minutes there, and looks at no limit meanwhile."""
+    began = time.thread_time()
+    answer = solve(recurrences(8), SolverOptions(time_limit_s=2.0))  # verified by `solve`
+    assert time.thread_time() - began < 4 * 2.0
+    assert answer.status == "feasible" and 0 < answer.bound < answer.cost and 0.01 < answer.gap < 1
