@@ -11,6 +11,7 @@ from hpml_compiler.simulate.checkpointing_view import CheckpointingView
 from passes.cost_model.efficiency_curves import item_bytes
 from passes.graph.step_phase import BACKWARD, FORWARD
 from passes.hardware.axis import Axes, device_axes
+from passes.op_rules.base import parse_placement
 from passes.simulation.step_graph import StepCall, When, returned_gradients, with_gradients
 
 
@@ -80,8 +81,8 @@ class LocalView:
         out_bytes = self.bytes_of(name, ()) if operands == 2 else self.bytes_of(*read[0])
         shape = [float(size) for size in weight.shape]
         for axis, place in zip(self.axes, read[-1][1]):
-            if place.startswith("S"):
-                shape[int(place[2:-1])] /= axis.size
+            if isinstance(placement := parse_placement(place), tuple):
+                shape[placement[0]] /= axis.size
         return scratch_bytes(operands, shape, out_bytes, item_bytes(weight.dtype))
 
     @cached_property

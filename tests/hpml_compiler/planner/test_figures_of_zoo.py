@@ -12,7 +12,7 @@ CASES = {
     "llama": ("1x4:h100-80g", {"mesh": {"dp": 2, "tp": 2}}),
     "t5": ("1x2:cpu", {"mesh": {"dp": 2}, "zero": 3}),
     "mixtral": ("1x2:a100-80g", {}),
-    "convnet": ("2x1:cpu", {}),
+    "convnet": ("1x4:a100-80g", {"mesh": {"tp": 4}}),
     "dlrm": ("1x2:cpu", {"objective": "energy"}),
 }
 
