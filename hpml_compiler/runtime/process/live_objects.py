@@ -8,7 +8,16 @@ from typing import Any
 
 def live_objects(*kinds: type, exact: bool = False) -> list[Any]:
     """Objects of these types that the garbage collector tracks. exact: without subclasses."""
+    wanted = set(kinds) if exact else {each for kind in kinds for each in _with_subclasses(kind)}
     objects = gc.get_objects()
-    # Types alone are looked at: isinstance would wake up lazy proxies. And in C: there are a million objects.
-    present = {kind for kind in set(map(type, objects)) if (kind in kinds if exact else issubclass(kind, kinds))}
-    return list(compress(objects, map(present.__contains__, map(type, objects)))) if present else []
+    # By type alone: isinstance would wake up lazy proxies. And in C: there are a million objects.
+    return list(compress(objects, map(wanted.__contains__, map(type, objects))))
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    found, rest = {kind}, [kind]
+    while rest:
+        new = {*rest.pop().__subclasses__()} - found
+        found |= new
+        rest += new
+    return found
