@@ -46,9 +46,17 @@ def _marking(first: Callable[..., Any]) -> Callable[..., Any]:
         found = first(ctx, *gradients)
         if not torch.is_grad_enabled():  # no create_graph=True
             return found
-        return tuple(_Marked.apply(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in found)
+        return tuple(_marked(x) if isinstance(x, torch.Tensor) else x for x in found)
 
     return backward
+
+
+def _marked(gradient: torch.Tensor) -> Any:
+    """Also one without a graph: in torch 2.11, backward of a compiled graph gives those where it reads no tensor that requires
+    gradients, as a step in microbatches does, and a penalty on them would be left out silently."""
+    if not gradient.requires_grad and (gradient.is_floating_point() or gradient.is_complex()):
+        gradient = gradient.detach().requires_grad_()
+    return _Marked.apply(gradient) if gradient.requires_grad else gradient
 
 
 class _Marked(torch.autograd.Function):
