@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Registrations(dict[str, T]):
-    """What is registered, by name. derived: a cache of what follows from it, emptied by each change."""
+    """Registered objects by name. derived: a cache of values computed from them, emptied by each change."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -94,7 +94,7 @@ class _AssignmentSearch:
             self._branch(self.model)
 
     def _may_branch(self, model: ilp.PlacementILP) -> bool:
-        """Whether the time suffices for the root node, which HiGHS ends before it looks at a limit. Without any assignment yet
+        """True if the time suffices for the root node, which HiGHS ends before it looks at a limit. Without any assignment yet
         it is tried whatever its size."""
         fractional = model.binaries if self.fractional is None else self.fractional
         return self.best is None or self.allowance.allows("separation", fractional * ilp.coefficients(model.reduced))

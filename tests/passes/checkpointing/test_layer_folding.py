@@ -23,7 +23,7 @@ def folded(seed: int, layers: int, inlining: bool = True) -> StorageProgram:
 
 
 def in_all_layers(name: str, program: StorageProgram, layers: int) -> list[str]:
-    """What the folded program has by this name, in the program of all layers."""
+    """Names in the program of all layers that this name of the folded program stands for."""
     layer, _, rest = name.partition(".")
     if not rest:
         return [name]
@@ -42,7 +42,7 @@ def of_all_layers(walked: MemoryTrace, seed: int, layers: int, inlining: bool = 
 
 
 def sources(program: StorageProgram, layers: int) -> dict[str, str]:
-    """Of each run in the program of all layers, which one of the folded program it is."""
+    """Name of each run in the program of all layers -> that of the folded program's run that stands for it."""
     return {each: run.name for run in program.runs for each in in_all_layers(run.name, program, layers)}
 
 

@@ -452,7 +452,7 @@ def small_on_a_full_disk(rank: int, full: tuple[int, ...], most_bytes: int):
 
 
 def smalls_in(rank: int, folders: dict[str, tuple[str, tuple[int, ...], int]]):
-    """Of each: a folder ("": without the cache), ranks with a full disk, and the bytes that it has left."""
+    """Results by case. folders: cache folder of each ("": without the cache), ranks with a full disk, bytes left on it."""
     found = {}
     for name, (folder, full, most_bytes) in folders.items():
         session.current().close()  # what is said once is said again
