@@ -47,7 +47,7 @@ class StrategyProduct:
         self._prices: dict[tuple[int, ...], float] = {}
         self._rows: dict[tuple[int, ...], OperationLayouts] = {}
         self._reduces: dict[int, frozenset[int]] = {}
-        self._splits: dict[int, dict[tuple[int, tuple[int, int]], int]] = {}
+        self._splits: dict[int, dict[tuple[int, int, tuple[int, int]], int]] = {}
         self._sliced: dict[int, dict[tuple[int, int], Placement]] = {}
         self._devices = prod(axis.size for axis in axes)
         self._kept: list[GroupStrategy] = []
@@ -123,7 +123,7 @@ class StrategyProduct:
         return self._divides(combination) and self._slices(combination)
 
     def _divides(self, combination: Combination) -> bool:
-        total: dict[tuple[int, tuple[int, int]], int] = {}
+        total: dict[tuple[int, int, tuple[int, int]], int] = {}
         for axis, joint in zip(self.axes, combination):
             for each, size in self._splits_of(joint).items():
                 total[each] = parts = total.get(each, 1) * axis.size
@@ -131,13 +131,15 @@ class StrategyProduct:
                     return False
         return True
 
-    def _splits_of(self, joint: GroupStrategy) -> dict[tuple[int, tuple[int, int]], int]:
-        """(value, split factor) -> its size, where all devices together do not divide it."""
+    def _splits_of(self, joint: GroupStrategy) -> dict[tuple[int, int, tuple[int, int]], int]:
+        """(operation, operand or result, split factor) -> its size, where all devices together do not divide it. By operand,
+        since two operations may read different shards of a value from outside."""
         if id(joint) not in self._splits:
             self._kept.append(joint)
-            splits = {(v, p): self.graph.values[v].factors[p[0]][p[1]]
-                      for op, taken in zip(self.operations, joint.operations)
-                      for v, p in zip((*op.inputs, *op.outputs), taken.strategy.inputs + taken.strategy.outputs)
+            splits = {(k, position, p): self.graph.values[v].factors[p[0]][p[1]]
+                      for k, (op, taken) in enumerate(zip(self.operations, joint.operations))
+                      for position, (v, p) in enumerate(zip((*op.inputs, *op.outputs),
+                                                            taken.strategy.inputs + taken.strategy.outputs))
                       if isinstance(p, tuple)}
             self._splits[id(joint)] = {key: size for key, size in splits.items() if size % self._devices}
         return self._splits[id(joint)]

@@ -78,6 +78,15 @@ def test_two_axes_split_one_factor_only_if_it_divides_by_both():
     assert ((1, 0), (1, 0)) in found
 
 
+def test_readers_of_a_value_from_outside_may_split_one_factor_over_different_axes():
+    b = Builder()
+    x = b.input((2, 2))
+    graph = b.finish([b.call(aten.add.Tensor, V(b.call(aten.permute.default, V(x), [1, 0])), V(x))])
+    (c,) = groups_of(graph)
+    found = {(s.inputs, s.outputs) for s in strategies_on_mesh(c, graph, axes_of(2, 2), Prices(), FREE)}
+    assert ((("R", "R"),), (((1, 0), (0, 0)),)) in found
+
+
 def test_light_groups_are_one_kernel_over_their_boundary_and_views_cost_nothing():
     b = Builder()
     x = b.input((8, 4))
