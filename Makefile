@@ -10,6 +10,9 @@
 # make notebooks: runs them, and writes their outputs into the files.
 .PHONY: demo docs notebooks test test-torch gpu gpu-wheels lint clean
 
+# Where it is set, each process, and so each rank of a test, compiles the source of hpml anew (0.5 s of CPU).
+unexport PYTHONDONTWRITEBYTECODE
+
 PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
