@@ -21,10 +21,10 @@ from hpml_compiler.runtime.dtensor.dispatch_table import (
     MEMORY,
     METADATA,
     NEW,
+    NO_BACKWARD,
     NORMS,
     ON_DTENSORS,
     ON_LOCALS,
-    SEVERAL_VIEWS,
     VIEWS,
     in_place,
 )
@@ -421,9 +421,9 @@ def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, An
         return _Alias.apply(source)  # scripts and torch reach a leaf's AccumulateGrad node this way
     if name == "__getitem__" and _copies(args[1]):
         return run_gathered(func, args, kwargs)
-    several = name in SEVERAL_VIEWS and _tracked([source])  # DTensor's backward mixes in plain zeros
+    without_backward = name in NO_BACKWARD and _tracked([source])
     as_dtype = name == "view" and any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
-    if not several and not as_dtype and not hasattr(source, VIEW_STEP) and not unknown_to_dtensor(source.placements):
+    if not without_backward and not as_dtype and not hasattr(source, VIEW_STEP) and not unknown_to_dtensor(source.placements):
         result = _try_view(func, args, kwargs)
         address = source._local_tensor.untyped_storage().data_ptr()
         if result is not None and all(_is_view_at(address, view) for view in tensors_in(result)):
