@@ -10,6 +10,7 @@ import torch
 from packaging.version import Version
 from torch import fx
 
+from passes import compat
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import Value
 from passes.transforms.shard.rank_coordinate import COORDINATE
@@ -92,8 +93,7 @@ COLLECTIVES: dict[Callable, Callable] = {
 def run(graphs: Sequence[fx.GraphModule], groups: Sequence[MeshGroups], inputs: Sequence[Sequence]) -> list[list]:
     """What the graph of every rank returns. Each runs to its next collective, which all have to reach. Random operators draw
     the same numbers on all ranks."""
-    mistaken: set[fx.Node] = set()
-    programs = [_program(gm, own, place, mistaken) for gm, own, place in zip(graphs, inputs, groups, strict=True)]
+    programs = [_program(gm, own, place) for gm, own, place in zip(graphs, inputs, groups, strict=True)]
     states = [torch.get_rng_state() for _ in programs]
     got: list = [None for _ in programs]
     while True:
@@ -116,8 +116,7 @@ def run(graphs: Sequence[fx.GraphModule], groups: Sequence[MeshGroups], inputs: 
             got[rank] = COLLECTIVES[node.target](parts, peers.index(rank), *args[1:])  # type: ignore[index]
 
 
-def _program(gm: fx.GraphModule, inputs: Sequence, place: MeshGroups,
-             mistaken: set[fx.Node]) -> Generator[tuple[fx.Node, tuple], Any, list]:
+def _program(gm: fx.GraphModule, inputs: Sequence, place: MeshGroups) -> Generator[tuple[fx.Node, tuple], Any, list]:
     """Yields a collective with its arguments, and is sent its result."""
     env: dict[fx.Node, Any] = {}
     given = iter(inputs)
@@ -137,7 +136,7 @@ def _program(gm: fx.GraphModule, inputs: Sequence, place: MeshGroups,
             env[node] = args[0]
         else:
             env[node] = _as_described(node, node.target(*args, **kwargs))
-        _check(node, env[node], mistaken)
+        _check(node, env[node], (args, kwargs))
     raise AssertionError("a graph ends with what it returns")
 
 
@@ -150,17 +149,17 @@ def _as_described(node: fx.Node, value):
     return value
 
 
-def _check(node: fx.Node, value, mistaken: set[fx.Node]) -> None:
-    """The graph says of every value what it is: partitioning and lowering go by that. mistaken: filled with nodes of which
-    torch does not say it, attention's logsumexp of float64 on a CPU and what is made of that. Up to torch 2.12 these are
-    float32 by their fakes, and inductor stops with an error, on one device too."""
+def _check(node: fx.Node, value, read) -> None:
+    """The graph says of every value what it is: partitioning and lowering go by that. A value of which torch does not say it is
+    marked as mistaken, for other graphs that read it, too: attention's logsumexp of float64 on a CPU and what is made of that.
+    Up to torch 2.12 these are float32 by their fakes, and inductor stops with an error, on one device too."""
     fake = node.meta.get("val")
     if isinstance(value, torch.Tensor) and isinstance(fake, torch.Tensor):
         assert tuple(fake.shape) == tuple(value.shape), (node, fake, value.shape)
         if fake.dtype != value.dtype:
-            assert RELEASE < (2, 13) and _is_logsumexp(node) or mistaken.intersection(node.all_input_nodes), (
-                node, fake, value.dtype)
-            mistaken.add(node)
+            known = _is_logsumexp(node) or any(hasattr(x, "mistaken") for x in compat.pytree.tree_leaves((value, read)))
+            assert RELEASE < (2, 13) and known, (node, fake, value.dtype)
+            value.mistaken = True  # type: ignore[attr-defined]
 
 
 def _is_logsumexp(node: fx.Node) -> bool:
