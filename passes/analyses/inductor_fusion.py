@@ -21,7 +21,7 @@ def is_inlined(target: Any) -> bool:
 
 def is_costly(target: Any) -> bool:
     """True for results that inductor's CPU kernels do not compute twice: with several readers they are materialized
-    (`StorageBox.should_realize_on_reuse`, torch 2.13). On CPUs alone."""
+    (`StorageBox.should_realize_on_reuse`; see `inductor_order.COSTLY`). On CPUs alone."""
     return operator_of(target).fusion == "costly"
 
 

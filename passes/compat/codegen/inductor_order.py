@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torch._inductor import config, custom_graph_pass
+from torch._inductor.ir import Pointwise, is_cpu
 from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._inductor.virtualized import V
 
@@ -29,6 +30,10 @@ SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  
 
 LEAST_FREED_BYTES = 1 << 14
 """Minimum bytes worth a separate function."""
+
+COSTLY = frozenset(("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
+"""A result that is computed with one of these on a CPU, for several readers, is materialized, as `passes.op_rules` registers their
+operators. In torch 2.11, inductor has `exp` and `sigmoid` alone, and computes the others once for each reader."""
 
 
 @contextlib.contextmanager
@@ -44,6 +49,8 @@ def scheduled_in_graph_order() -> Iterator[None]:
         "Scheduler.can_fuse": lambda fuses: (
             lambda self, node1, node2, *how, **more: (
                 len(_places(self.nodes).stretches(node1, node2)) <= 1 and fuses(self, node1, node2, *how, **more))),
+        "StorageBox.should_realize_on_reuse": lambda usual: (
+            lambda self, users, **more: usual(self, users, **more) or users > 1 and _is_costly(self.data)),
     }
     with replaced(replacements), config.patch(settings):
         yield
@@ -112,6 +119,10 @@ class _GraphPositions:
 
     def _origins(self, node: Any) -> list[int]:
         return [self.number[origin] for origin in getattr(node, "origins", ()) if origin in self.number]
+
+
+def _is_costly(data: Any) -> bool:
+    return isinstance(data, Pointwise) and is_cpu(data) and not COSTLY.isdisjoint(data.inner_fn_opcount().used_ops)
 
 
 def _places(nodes: Iterable[Any]) -> _GraphPositions:

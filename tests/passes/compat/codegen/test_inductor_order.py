@@ -9,7 +9,8 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.scheduler import ExternKernelSchedulerNode, Scheduler
 from torch.fx import Graph, Node
 
-from passes.compat.codegen.inductor_order import _GraphPositions, scheduled_in_graph_order, stable_topological_order
+from passes.compat.codegen.inductor_order import COSTLY, _GraphPositions, scheduled_in_graph_order, stable_topological_order
+from passes.op_rules import rule_table
 
 
 def test_of_what_can_run_the_first_in_the_graph_runs_next():
@@ -28,6 +29,12 @@ def test_settings_of_inductor_are_what_they_were_afterwards():
         assert Scheduler.can_fuse is not fuses
     assert CppScheduling.ready_to_flush is usual and torch._inductor.config.allow_buffer_reuse == reuse
     assert Scheduler.can_fuse is fuses
+
+
+def test_operators_that_are_costly_in_kernels_are_those_of_the_rules():
+    rule_table.load()
+    assert {f"aten::{name}" for name in COSTLY} == {
+        name for name, operator in rule_table.OPERATORS.items() if operator.fusion == "costly" and not operator.external}
 
 
 class Called(ExternKernelSchedulerNode):
