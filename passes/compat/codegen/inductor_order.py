@@ -32,15 +32,19 @@ LEAST_FREED_BYTES = 1 << 14
 """Minimum bytes worth a separate function."""
 
 COSTLY = frozenset(("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
-"""A result that is computed with one of these on a CPU, for several readers, is materialized, as `passes.op_rules` registers their
-operators. In torch 2.11, inductor has `exp` and `sigmoid` alone, and computes the others once for each reader."""
+"""A result that is computed with one of these on a CPU, for several readers, is materialized, as `passes.op_rules` registers
+their operators. In torch 2.11, inductor has `exp` and `sigmoid` alone, and computes the others once for each reader."""
 
 
 @contextlib.contextmanager
 def scheduled_in_graph_order() -> Iterator[None]:
     """Context: graphs that inductor compiles inside hold no more memory than the graph run call by call."""
+    order = InGraphOrder()
+    # Part of a cache's key, which has no passes over schedules before torch 2.13: kernels are not those of another hpml.
+    key = {**config.unsafe_marked_cacheable_functions, "hpml.schedule": order.uuid().hex()}
     settings = {
-        "_post_fusion_custom_pass": InGraphOrder(), "reorder_for_peak_memory": False, "allow_buffer_reuse": False,
+        "unsafe_marked_cacheable_functions": key, "_post_fusion_custom_pass": order,
+        "reorder_for_peak_memory": False, "allow_buffer_reuse": False,
         "realize_acc_reads_threshold": 8, "realize_reads_threshold": 4,  # as `passes.simulation.memory.memory_trace` has them
     }
     replacements = {
@@ -68,7 +72,7 @@ class InGraphOrder(SchedulerPass):
         return [nodes[k] for k in stable_topological_order(first, waits_for)]
 
     def uuid(self) -> bytes:
-        """Hash of the code above, as part of inductor's cache key."""
+        """Hash of this file, as part of inductor's cache key."""
         return hashlib.sha256(Path(__file__).read_bytes()).digest()
 
 

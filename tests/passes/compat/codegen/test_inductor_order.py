@@ -9,7 +9,13 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.scheduler import ExternKernelSchedulerNode, Scheduler
 from torch.fx import Graph, Node
 
-from passes.compat.codegen.inductor_order import COSTLY, _GraphPositions, scheduled_in_graph_order, stable_topological_order
+from passes.compat.codegen.inductor_order import (
+    COSTLY,
+    InGraphOrder,
+    _GraphPositions,
+    scheduled_in_graph_order,
+    stable_topological_order,
+)
 from passes.op_rules import rule_table
 
 
@@ -29,6 +35,17 @@ def test_settings_of_inductor_are_what_they_were_afterwards():
         assert Scheduler.can_fuse is not fuses
     assert CppScheduling.ready_to_flush is usual and torch._inductor.config.allow_buffer_reuse == reuse
     assert Scheduler.can_fuse is fuses
+
+
+def test_kernels_that_other_code_has_ordered_are_not_taken_from_a_cache(monkeypatch):
+    def key() -> Any:
+        with scheduled_in_graph_order():
+            return torch._inductor.config.save_config_portable()
+
+    before = key()
+    assert key() == before
+    monkeypatch.setattr(InGraphOrder, "uuid", lambda self: b"of other code")
+    assert key() != before
 
 
 def test_operators_that_are_costly_in_kernels_are_those_of_the_rules():
