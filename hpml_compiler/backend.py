@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 
 from hpml_compiler.integrations import ddp_fsdp_guard
 from hpml_compiler.runtime.install import uncompiled_models
-from passes.compat import allow_scalar_mutation, original_inputs
+from passes.compat import allow_scalar_mutation, drop_unread_function_outputs, original_inputs
 from passes.errors import BadInput
 from passes.session_state import state_of
 
@@ -30,6 +30,7 @@ def hpml(
     if mode not in (None, "default"):
         raise BadInput(f"mode={mode!r} is not supported", where="torch.compile",
                        next_step="leave it out; hpml does not expose inductor's modes")
+    drop_unread_function_outputs(gm)
     return compile_graph(gm, original_inputs(example_inputs), Options.parse({**state_of(DefaultOptions), **(options or {})}))
 
 

@@ -63,6 +63,7 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
     found: list[JointTrace] = []
 
     def backend(gm: GraphModule, examples: Sequence[Any]) -> Any:
+        compat.drop_unread_function_outputs(gm)
         inputs, breaks = graph_inputs(gm, examples), compat.ends_in_a_break(gm)
         leaves = frozenset(position for position, value in enumerate(examples)
                            if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf)

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import torch
 
-from tests.scripts.functions import PLACES
-
 ALL = ("dp", "tp", "unpinned", "parts", "stages")
 CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
     # class of failures: {use: the meshes on which it fails}
@@ -14,8 +12,6 @@ CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 if torch.__version__ < (2, 12):  # of torch itself
     CLASSES |= {
-        "Dynamo hands on what a Function's forward has written over, and no gradient flows, whatever the backend":
-            {f"functions.in_place_forward_{place}": ALL for place in PLACES},
         "inductor's C++ code that transposes rows selected at run time does not compile":
             {"strides.of_most_by_inductor": ("dp", "parts")},
         "strides by inductor: offsets of slices": {"strides.of_most_by_inductor": ("stages",)},

@@ -12,7 +12,7 @@ from tests.scripts.functions import WIDTH, Net
 
 @pytest.mark.parametrize(("form", "place"), [
     ("plain", "between"), ("backward_begins_without_gradient", "end"), ("mark_dirty", "ends_blocks"), ("norm", "ends_blocks"),
-    ("several_outputs", "in_blocks")])
+    ("several_outputs", "in_blocks"), ("in_place_forward", "in_blocks")])
 def test_phases_follow_from_tangents_and_blocks_from_the_forward_call(form, place):
     model = Net(form, place)
     joint = trace_joint(model, torch.randn(4, WIDTH), torch.randn(4, WIDTH))
