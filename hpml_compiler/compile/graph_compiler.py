@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.cache.graph_cache import CachedGraph, GraphCache
 from hpml_compiler.compile.cache.graph_cache_key import CacheInputs
 from hpml_compiler.compile.cache.lazy_plan import PlanSource, joint_of
-from hpml_compiler.compile.decide.graph_decisions import GraphDecisions
+from hpml_compiler.compile.decide.decided_graph import DecidedGraph
 from hpml_compiler.compile.decide.plan_entry import PlanEntry, warn_replicated
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.lower.compile_timer import compile_phase
@@ -30,7 +29,7 @@ from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
 from hpml_compiler.compile.wrapper.runtime_wrapper import backward_wrapper, runtime_wrapper
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.memory_budget import StepContext
-from hpml_compiler.planner.pipeline.stage_halves import warn_without_stages
+from hpml_compiler.planner.stage_warnings import warn_without_stages
 from hpml_compiler.planner.step_decision import DecidedStep
 from hpml_compiler.plans.schema import BlocksReport
 from hpml_compiler.runtime.consistency.rank_sync import CompiledTogether
@@ -45,6 +44,9 @@ from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
 from passes.tracing.joint_trace import JointTrace, decompositions
 from passes.tracing.named_passes import run_named_passes
+
+if TYPE_CHECKING:
+    from hpml_compiler.compile.decide.graph_decisions import GraphDecisions
 
 log = logging.getLogger("hpml")
 Halves = Sequence[GraphModule]
@@ -78,7 +80,7 @@ class GraphCompiler:
         if self.options.stage_ranks > 1:
             self.inputs.take_rows_whole()
         sizes_are_numbers(self.gm, self.inputs.examples)
-        self.made = GraphDecisions(self.given, self.inputs, self.options, self.sharing, self.entry)
+        self.made = DecidedGraph(self.given, self.inputs, self.options, self.sharing, self.entry)
         self.earlier = GraphCache(self.gm, CacheInputs.of(self.inputs, self.given), self.options, self.sharing)
         planned_before = len(self.session.graphs)
         if self.earlier.entry is not None:
@@ -88,7 +90,7 @@ class GraphCompiler:
         except Exception:
             del self.session.graphs[planned_before:]  # all ranks drop plans of graphs that failed, and may compile them again
             raise
-        takes = self._metadata()
+        takes = self.made.metadata()
         record = self.entry.record
         if record is not None:
             record.blocks.update(self._reports)
@@ -174,11 +176,18 @@ class GraphCompiler:
         whole = self.alone and self.sharing is not None and self.options.microbatches == 1
         return None if whole and not self.lowering.inductor else decompositions(self.options.compiler)
 
+    def _deciding(self) -> GraphDecisions:
+        from hpml_compiler.compile.decide.graph_decisions import GraphDecisions  # here: on a hit of the cache, nothing plans
+
+        if not isinstance(self.made, GraphDecisions):
+            self.made = GraphDecisions(self.made)
+        return self.made
+
     # -- decide, rewrite, split ----------------------------------------------------------------------------------------
 
     def _split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
         """Forward and backward, noted for the cache; or None, with a `program` that runs instead of them."""
-        made, traced = self.made, None
+        made, traced = self._deciding(), None
         if made.stages is not None or self.alone and (self.sharing is not None or made.microbatches > 1):
             traced = JointTrace(copy_graph(joint), [*self.inputs.described], forward_outputs, 0.0)
         self._planned(made.decide(joint, forward_outputs, traced))
@@ -201,7 +210,7 @@ class GraphCompiler:
 
     def _rewritten_inference(self, gm: GraphModule) -> StepProgram | GraphModule:
         """Forward alone runs through the stages that own its parameters; else every rank runs its share of the full graph."""
-        made = self.made
+        made = self._deciding()
         if made.stages is not None and any(owner_of(x) is not None for x in self.given):
             program = made.evaluation(copy_graph(gm))
             if program is not None:
@@ -222,9 +231,8 @@ class GraphCompiler:
             return None
 
         def make() -> StepRuntime | None:
-            joint = joint_of(traced)
-            decided = self.made.decide(joint, forward_outputs, None, first=False)
-            program = self.made.program(joint, decided, False)
+            joint, made = joint_of(traced), self._deciding()
+            program = made.program(joint, made.decide(joint, forward_outputs, None, first=False), False)
             return None if program is None else StepRuntime(self.options, program)
 
         return make
@@ -251,17 +259,6 @@ class GraphCompiler:
         source = PlanSource(traced, self.options, self.cluster, decision, decided.planned, self.sharing)
         self.entry.enter_later(source, decision, self._reports)
         return source
-
-    def _metadata(self) -> RuntimeMetadata:
-        """Metadata for the runtime wrapper, once the graph is compiled."""
-        made, decided = self.made, self.made.decided
-        takes = replace(made.takes, gathered=frozenset(self.inputs.gathered), written=frozenset(self.inputs.written))
-        if self.earlier.entry is not None:
-            return takes
-        takes = replace(takes, decision=decided.decision)
-        if made.stages is not None or decided.planned is None or decided.step is None:
-            return takes
-        return takes.of_plan(decided.step.annotated, decided.planned, made.ranks.structure)
 
     # -- an earlier launch ---------------------------------------------------------------------------------------------
 

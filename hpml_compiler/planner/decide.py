@@ -21,7 +21,7 @@ from hpml_compiler.planner.checkpointing.single_device_checkpointing import (
     keep_in_loop,
 )
 from hpml_compiler.planner.graph.gather_choice import GatherChoice, repeats_in
-from hpml_compiler.planner.graph.graph_planning import PlanResult, solver_options
+from hpml_compiler.planner.graph.graph_planning import solver_options
 from hpml_compiler.planner.graph.microbatching import loop_of, loss_of, memory_model_in_time, microbatch_placement
 from hpml_compiler.planner.graph.step_problem import StepProblem
 from hpml_compiler.planner.pipeline.cut_plan import cut_plan_of, gather_choice_of, stage_search, unpipelined_search
@@ -31,12 +31,13 @@ from hpml_compiler.planner.search.fitting_search import FittingSearch, check_fit
 from hpml_compiler.planner.search.placement_request import PlacementRequest
 from hpml_compiler.planner.step_decision import DecidedStep, StepDecision, pinned_by
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from passes.checkpointing.pinned_recomputation import unmatched
+from passes.graph.decision import MicrobatchPlacement
 from passes.graph.graph_copy import copy_graph
 from passes.graph.module_blocks import assign_blocks
 from passes.sharding.loop_gathers import LoopGathers
-from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.transforms.shard.redistributor import MeshGroups
 
 log = logging.getLogger("hpml")

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hpml_compiler.optimizer_transient import transient_of
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.checkpointing.single_device_checkpointing import plan_single_device
@@ -14,14 +15,13 @@ from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext, 
 from hpml_compiler.planner.graph.microbatching import joint_of_loss
 from hpml_compiler.planner.graph.plan_assembly import as_plan
 from hpml_compiler.planner.graph.step_problem import StepProblem
-from hpml_compiler.planner.pipeline.stage_halves import warn_of_empty_stages, warn_without_stages
 from hpml_compiler.planner.search.dry_run import DryRun
 from hpml_compiler.planner.search.fitting_search import memory_limit
+from hpml_compiler.planner.stage_warnings import warn_of_empty_stages, warn_without_stages
 from hpml_compiler.planner.step_decision import DecidedStep
 from hpml_compiler.planner.traced_model import TracedModel, fitting_rows, microbatches_of
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt, UnplannedPart
 from hpml_compiler.runtime.process.gc_pause import gc_paused
-from hpml_compiler.simulate.optimizer_transient import transient_of
 from passes import compat
 from passes.checkpointing.layers.layer_boundary import LayersDiffer
 from passes.graph.analyzed_graph import AnalyzedGraph

@@ -3,19 +3,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hpml_compiler.options import Options
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.memory_budget import GraphMemory
-from hpml_compiler.planner.graph.step_problem import StepProblem
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
-from passes.graph.decision import Decision
+from passes.graph.decision import Decision, MicrobatchPlacement
 from passes.graph.loops.loop_parts import LoopSplit
 from passes.json_records import FrozenMap
 from passes.pipeline.stage_assignment import StageAssignment
 from passes.sharding.loop_gathers import LoopGathers
-from passes.sharding.microbatch_axis import MicrobatchPlacement
+
+if TYPE_CHECKING:  # nothing that plans is imported where a graph is read from the graph cache
+    from hpml_compiler.planner.graph.step_problem import StepProblem
 
 NO_AXES: FrozenMap[str, int] = FrozenMap({})
 

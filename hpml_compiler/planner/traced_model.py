@@ -19,10 +19,8 @@ from hpml_compiler.planner.graph.few_layer_trace import (
     repeated_paths,
     with_few_layers,
 )
-from hpml_compiler.planner.graph.microbatching import (
-    fitting_microbatches,
-    joint_of_loss,
-)
+from hpml_compiler.planner.graph.microbatching import joint_of_loss
+from passes.analyses.microbatch_dims import fitting_microbatches
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_copy import copy_graph
 from passes.graph.graph_signature import input_position

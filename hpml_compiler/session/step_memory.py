@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hpml_compiler.optimizer_transient import transient_of
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext, replicated_memory
 from hpml_compiler.runtime.process.compute_device import device_type
 from hpml_compiler.session import optimizer_lookup
-from hpml_compiler.simulate.optimizer_transient import transient_of
 from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 

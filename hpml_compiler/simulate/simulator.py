@@ -4,13 +4,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from hpml_compiler.optimizer_transient import transient_of
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.peak_memory import fullest_moment
 from hpml_compiler.simulate.memory_timeline import moments_of, with_memory, with_stage_memory
-from hpml_compiler.simulate.optimizer_transient import transient_of
 from hpml_compiler.simulate.plan_prices import PlannedPrices, PlanPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from hpml_compiler.simulate.scheduled_stages import sends_us, stages_of, times_of_stages

@@ -6,6 +6,7 @@ positions and tables, cannot be split along the inner factor, so that all microb
 """
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -14,6 +15,7 @@ from passes.errors import BadInput
 from passes.graph.placement_graph import Operation, Value
 from passes.op_rules.base import PARTIAL_MAX, Rule, Strategy
 
+log = logging.getLogger("hpml")
 Seed = tuple[int, int, int]
 
 
@@ -31,6 +33,18 @@ def common_rows(shapes: Iterable[Sequence[int]]) -> int:
 def most_that_fit(rows: int, microbatches: int) -> int:
     """The largest number of equal microbatches of these rows, up to `microbatches`: an epoch's last batch is often smaller."""
     return max(n for n in range(1, microbatches + 1) if rows % n == 0)
+
+
+def fitting_microbatches(shapes: Iterable[Sequence[int]], microbatches: int, ranks: int = 1, speaks: bool = True) -> int:
+    """Number of microbatches for data of these shapes; warns where that is fewer than the options say. ranks: that share the
+    rows."""
+    rows = common_rows(shapes)
+    on_ranks = f" on {ranks} ranks" if ranks > 1 and rows % ranks == 0 else ""
+    found = most_that_fit(rows // ranks if on_ranks else rows, microbatches) if rows else microbatches
+    if found < microbatches and speaks:
+        log.warning("a batch of %d rows%s is split into %d microbatches, since %d do not divide it", rows, on_ranks, found,
+                    microbatches)
+    return found
 
 
 def row_cuts(values: Sequence[Value], microbatches: int) -> list[tuple[Place, int]]:

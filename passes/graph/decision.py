@@ -82,3 +82,19 @@ class Decision:
 
     def __repr__(self) -> str:
         return f"Decision({dict((axis.name, axis.size) for axis in self.axes)}, {len(self.operations)} operations)"
+
+
+AFTER = "after"
+"""Label on the microbatch axis of a value that is whole, after the loop."""
+
+
+@dataclass(frozen=True)
+class MicrobatchPlacement:
+    """reads, makes: labels of the inputs and outputs of every operation. share: fraction of the work, by price, in the loop;
+    whole: operations outside the loop although they depend on rows, the most expensive first."""
+
+    microbatches: int
+    reads: tuple[tuple[str, ...], ...]
+    makes: tuple[tuple[str, ...], ...]
+    share: float
+    whole: tuple[str, ...]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from passes.graph.decision import AFTER, MicrobatchPlacement
 from passes.graph.placement_graph import PlacementGraph
 from passes.op_rules.base import PARTIAL, REPLICATE, format_placement
-from passes.sharding.microbatch_axis import AFTER, MicrobatchPlacement
 
 WHOLE, SUM = format_placement(REPLICATE), format_placement(PARTIAL)
 COPIES = ("aten._to_copy.default", "aten.clone.default", "prims.convert_element_type.default")

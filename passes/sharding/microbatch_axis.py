@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from passes.graph.decision import Decision, Hop, OperationLayouts, Route
+from passes.graph.decision import AFTER, Decision, Hop, MicrobatchPlacement, OperationLayouts, Route
 from passes.graph.layouts import legal
 from passes.graph.placement_graph import Operation, PlacementGraph
 from passes.graph.step_phase import FORWARD, Phase
@@ -31,22 +31,9 @@ from passes.solver.problem import Arc, Choice, Edge, Entity, Label, Problem
 from passes.solver.solvers import SolverOptions
 from passes.solver.work_limit import WorkLimit
 
-AFTER: Label = "after"
 FLOPS_PER_US, BYTES_PER_US = 1e5, 1e4
 """Rough speed of one core: only the ratio matters, and that prices stay within nine decades of each other."""
 CALL_US, VIEW_US, LATER = 1.0, 0.01, 1.001
-
-
-@dataclass(frozen=True)
-class MicrobatchPlacement:
-    """reads, makes: labels of the inputs and outputs of every operation. share: fraction of the work, by price, in the loop;
-    whole: operations outside the loop although they depend on rows, the most expensive first."""
-
-    microbatches: int
-    reads: tuple[tuple[Label, ...], ...]
-    makes: tuple[tuple[Label, ...], ...]
-    share: float
-    whole: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Decisions about one graph in a run, and its rewrite to the program of this rank.
+"""Make the decisions about one graph in a run, and rewrite it to the program of this rank.
 
 Every rank traces and rewrites the full graph. Where its mesh has a `pp` axis, each rank cuts out its own stages. Parameters are
 placed on the other axes. Along `pp`, a parameter that only one rank's stages read is on that rank alone, with its gradient
@@ -7,40 +7,34 @@ gradients and broadcasts them. A graph that is not pipelined borrows such parame
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
-from hpml_compiler.compile.decide.plan_entry import PlanEntry
+from hpml_compiler.compile.decide.decided_graph import DecidedGraph
 from hpml_compiler.compile.decide.running_ranks import RunningRanks
 from hpml_compiler.compile.decide.stage_agreement import StageSplits, agreed_splits
-from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
-from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
+from hpml_compiler.compile.program.program_builder import one_stage_program
 from hpml_compiler.compile.program.stage_cutter import StageCutter, has_effects
-from hpml_compiler.compile.program.step_program import StepProgram, one_stage_program
+from hpml_compiler.compile.program.step_program import StepProgram
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, unsharded_inputs
 from hpml_compiler.compile.wrapper.sharded_outputs import sharded_outputs_of, sharded_tangents_of
 from hpml_compiler.compile.wrapper.stage_placements import owned_parameters, placed_in_stages
-from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.checkpoint_problem import body_builder
 from hpml_compiler.planner.decide import decide, decide_unpipelined
-from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext
-from hpml_compiler.planner.graph.microbatching import fitting_microbatches, joint_of_loss, loop_of, mark_loop
+from hpml_compiler.planner.graph.memory_budget import GraphMemory
+from hpml_compiler.planner.graph.microbatching import joint_of_loss, loop_of, mark_loop
 from hpml_compiler.planner.graph.step_problem import StepProblem
 from hpml_compiler.planner.pipeline.stage_checkpointing import StagedStep, given_stages
-from hpml_compiler.planner.pipeline.stage_halves import warn_without_stages
 from hpml_compiler.planner.search.dry_run import DryRun
+from hpml_compiler.planner.stage_warnings import warn_without_stages
 from hpml_compiler.planner.step_decision import DecidedStep, StepDecision
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.runtime.consistency.input_check import draws_random_numbers
 from hpml_compiler.runtime.consistency.rank_sync import GraphMismatch, same_graph
-from hpml_compiler.runtime.process.world_group import this_rank, world_size
+from hpml_compiler.runtime.process.world_group import this_rank
 from hpml_compiler.runtime.watchdog.barrier_check import CALLING, require_all_ranks
-from hpml_compiler.session import session
 from passes import compat
 from passes.errors import HpmlError
 from passes.graph.analyzed_graph import AnalyzedGraph
@@ -54,30 +48,19 @@ from passes.tracing.joint_trace import JointTrace
 from passes.transforms.shard.hoist_batch_slice import batch_slices_of
 
 
-class GraphDecisions:
-    """sharing: under a memory budget, what the graphs of the step share. entry: the graph's plan in the session. takes:
-    metadata of the runtime wrapper, completed on the way. decided: the latest decision."""
+class GraphDecisions(DecidedGraph):
+    """Makes the decisions of a graph, on all ranks together."""
 
-    def __init__(self, given: Sequence[Any], inputs: GraphInputs, options: Options, sharing: StepContext | None,
-                 entry: PlanEntry):
-        self.given, self.inputs, self.options, self.sharing, self.entry = given, inputs, options, sharing, entry
-        self.name, self.cluster, self.session = entry.name, entry.cluster, session.current()
-        self.stages = PipelineMesh(options.mesh or {}) if options.stage_ranks > 1 else None
-        self.ranks, self.alone = RunningRanks(inputs, entry), world_size() == 1
-        self.takes = RuntimeMetadata()
-        self.decided = DecidedStep(StepDecision())
-        self.microbatches = self._microbatches()
+    def __init__(self, graph: DecidedGraph):
+        """graph: the same, before anything was decided, or restored, to decide again."""
+        vars(self).update(vars(graph))
+        self.ranks = RunningRanks(self.inputs, self.entry)
 
-    def restore(self, earlier: RuntimeMetadata) -> None:
-        """Restore the decisions of an earlier launch."""
-        self.takes, self.decided = earlier, DecidedStep(earlier.decision)
-        self.inputs.gathered, self.inputs.written = set(earlier.gathered), set(earlier.written)
-        if self.sharing is not None and earlier.budgeted is not None:
-            self.session.step.graphs[self.sharing.frame] = earlier.budgeted
-        if self.stages is not None:  # the restored graphs refer to process groups by name
-            self.stages.groups()
-        elif earlier.entry is not None:
-            self.session.groups(earlier.entry.record.mesh)
+    def metadata(self) -> RuntimeMetadata:
+        takes, decided = replace(super().metadata(), decision=self.decided.decision), self.decided
+        if self.stages is not None or decided.planned is None or decided.step is None:
+            return takes
+        return takes.of_plan(decided.step.annotated, decided.planned, self.ranks.structure)
 
     # -- decide --------------------------------------------------------------------------------------------------------
 
@@ -176,7 +159,7 @@ class GraphDecisions:
 
     def program(self, joint: GraphModule, decided: DecidedStep, others: bool) -> StepProgram | None:
         """The program of a step in microbatches or stages; None for any other, and for a graph that is too small for stages.
-        others: see `StepInterface.of`."""
+        others: see `step_interface`."""
         step, decision = decided.step, decided.decision
         if step is None or decision.microbatches is None and decision.schedule is None:
             return None
@@ -289,12 +272,3 @@ class GraphDecisions:
         kept = decided.decision.checkpointing
         assert self.sharing is not None and kept is not None, "without a budget, nothing is decided of it"
         self.takes = replace(self.takes, budgeted=self.session.step.enter(self.sharing, held, kept))
-
-    def _microbatches(self) -> int:
-        """Number of microbatches of a step: as many as divide the rows that a rank has at the least."""
-        inputs, options = self.inputs, self.options
-        if options.microbatches == 1 or self.stages is None and not torch.is_grad_enabled():
-            return 1
-        shapes = [x.shape for x, its in zip(inputs.examples, inputs.described, strict=True) if its.kind == "batch"]
-        ranks = world_size() if inputs.rows else (options.mesh or {}).get("dp", 1)
-        return fitting_microbatches(shapes, options.microbatches, ranks, speaks=this_rank() == 0)

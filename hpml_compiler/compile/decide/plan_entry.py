@@ -9,10 +9,10 @@ from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.wrapper.runtime_wrapper import Watched
 from hpml_compiler.monitor.hooks import WatchedGraph
 from hpml_compiler.options import Options
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, schedule_of
-from hpml_compiler.planner.pipeline.stage_halves import warn_of_empty_stages
+from hpml_compiler.planner.stage_warnings import warn_of_empty_stages
 from hpml_compiler.planner.step_decision import StepDecision
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import BlocksReport, GraphPlan, MeshAttempt
 from hpml_compiler.plans.unsplit_graph import why_not_split
 from hpml_compiler.runtime.process.world_group import this_rank

@@ -11,10 +11,10 @@ from hpml_compiler.compile.decide.plan_entry import PlanEntry
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
 from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.planner.decide import Search
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.same_structure import structural_hash
 from hpml_compiler.planner.pipeline.pp_axis import same_mesh
 from hpml_compiler.planner.search.placement_request import PlacementRequest
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.profile import quick_profile
 from hpml_compiler.runtime.consistency.rank_sync import from_rank_0

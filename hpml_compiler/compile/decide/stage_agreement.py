@@ -4,11 +4,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.memory_budget import GraphMemory
 from hpml_compiler.planner.graph.step_problem import StepProblem
 from hpml_compiler.planner.pipeline.stage_checkpointing import StageCheckpointing, StagedStep
 from hpml_compiler.planner.pipeline.stage_halves import StageSplit
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.runtime.process.world_group import from_all_ranks
 from hpml_compiler.runtime.watchdog.activity_scope import activity

@@ -21,7 +21,6 @@ from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_signature import GraphInput, graph_inputs, inputs_in_outputs, parameter_name
 from passes.graph.layouts import as_layout, legal
 from passes.hardware.axis import device_axes
-from passes.presets import annotate
 
 
 def sizes_are_numbers(gm: GraphModule, values: Sequence[Any]) -> None:
@@ -109,6 +108,8 @@ class GraphInputs:
                  leaves: bool = True) -> AnalyzedGraph:
         """Analyze the traced graph for planning; finds inputs that have to be gathered on the way. microbatches: per step.
         leaves: whether results besides the loss may stay sharded."""
+        from passes.presets import annotate  # here: graphs from the graph cache are planned already
+
         if forward_outputs is None:  # nothing is trained here, and only training places parameters
             self.described = [replace(described, placeable=False) for described in self.described]
         self.written = compat.mutated_inputs(gm)

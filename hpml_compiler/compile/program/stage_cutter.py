@@ -7,8 +7,8 @@ from collections.abc import Callable, Container, Mapping
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from hpml_compiler.compile.program.lowered_stages import StageProgram
-from hpml_compiler.compile.program.step_program import PipelineLinks, StepInterface, StepProgram
+from hpml_compiler.compile.program.program_builder import stage_program, step_interface
+from hpml_compiler.compile.program.step_program import PipelineLinks, StepProgram
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.microbatching import prepare_around_loop
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, schedule_of
@@ -52,7 +52,7 @@ class StageCutter:
         step = StagedStep(marked, interface, self.loop, self.staged, self.table, forward_outputs)
         splits, self.counted, self.needs = {} if keep is None else keep(step), keep is not None, step.needs
         self.stages = when_all_succeed("split its stages into forward and backward", lambda: tuple(
-            StageProgram.of(graph, options.compiler, self.table.splits_backward, times[graph.index], splits.get(graph.index))
+            stage_program(graph, options.compiler, self.table.splits_backward, times[graph.index], splits.get(graph.index))
             for graph in self.staged.graphs if self.table.ranks[graph.index] == self.place))
         if dist.get_rank() == 0:
             log.info("%d stages under %s with %d microbatches: %s", self.table.stages, self.table.name, microbatches,
@@ -73,7 +73,7 @@ class StageCutter:
 
     def given_to(self, owners: Mapping[str, int], written: Container[int], others: bool) -> StepProgram:
         """The program of this rank. owners: placeholder -> rank, for parameters that one rank has alone. Those that other
-        ranks' stages need, too, are lent to all ranks for the step. written, others: see `StepInterface.of`."""
+        ranks' stages need, too, are lent to all ranks for the step. written, others: see `step_interface`."""
         needed_alone = self.needs.owners(owners)
         own = {name: rank for name, rank in owners.items() if needed_alone.get(name) == rank}
         values = {node.name: node.meta.get("val") for node in self.marked.graph.nodes}
@@ -82,7 +82,7 @@ class StageCutter:
         saved = [fake for stage in self.stages for _ in range(self.microbatches) for fake in stage.halves.saved.values()]
         around = self.needs.around(self.place, own)
         prepare_around_loop(around, self.options.compiler, self.options.is_compact or self.repeats != ONCE)
-        parts = StepInterface.of(self.marked, around, self.microbatches, self.forward_outputs, written, others, saved)
+        parts = step_interface(self.marked, around, self.microbatches, self.forward_outputs, written, others, saved)
         links = PipelineLinks(self.staged.reads, self.staged.outputs, self.staged.gradients, self.needs.gradients_alone(own),
                               elsewhere, lent)
         return StepProgram(parts, self.stages, links, self.counted)

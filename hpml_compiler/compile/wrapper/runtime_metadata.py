@@ -10,8 +10,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hpml_compiler.compile.wrapper.sharded_outputs import ShardedTangent
 from hpml_compiler.planner.graph import memory_budget
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.step_decision import StepDecision
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.dtensor.lazy_outputs import ShardedOutput
 from hpml_compiler.runtime.placements.unsharded_params import GatheredInput

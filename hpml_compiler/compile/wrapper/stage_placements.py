@@ -11,8 +11,8 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, placements_of, unsharded_inputs
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.runtime.placements.single_rank_placement import SingleRank, owner_of
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_signature import GraphInput

@@ -5,7 +5,6 @@ from torch.fx import GraphModule
 
 from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
-from passes.presets import rematerializing
 
 
 def drop_unused(half: GraphModule, other: str) -> None:
@@ -21,6 +20,8 @@ def cut_as_kept(joint: GraphModule, kept: CheckpointDecision, forward_outputs: i
                 ) -> tuple[GraphModule, GraphModule]:
     """Forward and backward of a joint graph that has its storage program. kept: the checkpointing decision. folder: for
     offloaded activations."""
+    from passes.presets import rematerializing  # here: graphs from the graph cache are split already
+
     rematerializing(kept, folder)(joint)
     forward, backward = compat.split_by_tags(joint, forward_outputs)
     drop_unused(forward, "is_backward")

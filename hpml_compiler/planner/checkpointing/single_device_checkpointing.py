@@ -13,22 +13,23 @@ from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointPro
 from hpml_compiler.planner.checkpointing.checkpointing_choice import with_checkpointing
 from hpml_compiler.planner.checkpointing.offload_cost import offload_price
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace, layers_of
-from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
+from hpml_compiler.planner.graph.graph_planning import plan_graph
 from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, StepContext
 from hpml_compiler.planner.graph.microbatch_estimate import in_time
 from hpml_compiler.planner.graph.optimality_gap import with_gap
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.plan_result import PlanResult
 from passes import compat
 from passes.analyses.storage_program_builder import BuildStorageProgram
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.decision import MicrobatchPlacement
 from passes.graph.loops.loop_parts import LoopSplit
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import enumerate_meshes
 from passes.presets import building_storage_program
 from passes.presets import one_device as prepare
-from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.sharding.oracle.memory_model import MemoryModel
 
 

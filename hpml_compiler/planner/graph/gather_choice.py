@@ -23,9 +23,9 @@ from hpml_compiler.simulate.local_sizes import values_of_parameters
 from hpml_compiler.simulate.plan_prices import PlannedPrices
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.decision import MicrobatchPlacement
 from passes.hardware.cluster import Cluster
 from passes.sharding.loop_gathers import ONCE, LoopGathers, repeatable_gathers, repeatable_reductions
-from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.simulation.memory.step_trace import trace_step
 from passes.simulation.step_graph import StepGraph, Transfer, storage_of
 from passes.solver.ilp_search import solve

@@ -3,26 +3,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph import measured_costs
 from hpml_compiler.planner.graph.same_structure import Pins, SavedDecisions, decisions_of, reused_status
 from hpml_compiler.plans.from_decision.graph_record import graph_plan
-from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
+from hpml_compiler.plans.plan_result import PlanResult
+from hpml_compiler.plans.schema import MeshAttempt
 from passes.annotations import drop, read
-from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.cost_model.energy_model import capped_cluster
 from passes.cost_model.measured.mesh_prices import CachedMeasurements
 from passes.errors import BadInput, Infeasible
 from passes.graph.analyzed_graph import AnalyzedGraph
-from passes.graph.decision import Decision
 from passes.graph.placement_graph import PlacementGraph
 from passes.hardware.cluster import Cluster
 from passes.json_records import FrozenMap
 from passes.presets import deciding
-from passes.sharding.loop_gathers import LoopGathers
 from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
 from passes.sharding.search.mesh_search import SearchConfig, SearchTables
 from passes.sharding.search.placement_passes import SEARCH_RESULT
@@ -31,23 +29,6 @@ from passes.solver.solvers import SolverOptions
 from passes.solver.work_limit import WorkLimit
 
 log = logging.getLogger("hpml")
-
-
-@dataclass(frozen=True)
-class PlanResult:
-    """The decision that every rank needs to rewrite its graph, and the record for people."""
-
-    mesh: dict[str, int]
-    decision: Decision
-    record: GraphPlan
-    rejected: tuple[MeshAttempt, ...]
-    cluster: str = ""
-    checkpointing: CheckpointDecision | None = None
-    """The checkpointing decision of this rank's graph, under a budget (`hpml_compiler.planner.search.budget_search`)."""
-    repeats: LoopGathers | None = None
-    """Collectives of parameters that each microbatch repeats, under a budget."""
-    repeats_us: float = 0.0
-    """Time that a step takes longer because of them."""
 
 
 def solver_options(options: Options) -> SolverOptions:

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from hpml_compiler.optimizer_transient import OptimizerTransient, transient_of
 from hpml_compiler.options import Options
-from hpml_compiler.simulate.optimizer_transient import OptimizerTransient, transient_of
 
 NO_LIMIT = 10**15
 """Bytes that no device has."""

@@ -12,12 +12,12 @@ from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.decision import AFTER, MicrobatchPlacement
 from passes.graph.placement_graph import PlacementGraph, block_class
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import Mesh, mesh_from_pin
 from passes.json_records import FrozenMap
 from passes.sharding.loop_gathers import ONCE, SUM, WHOLE, LoopGathers, reduced_in_loop
-from passes.sharding.microbatch_axis import AFTER, MicrobatchPlacement
 from passes.simulation.step_graph import StepGraph
 
 NO_NAMES: FrozenMap[str, str] = FrozenMap({})

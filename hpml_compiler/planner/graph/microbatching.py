@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch.fx import GraphModule
 
 from passes.analyses.cross_sample_ops import mixing_operations
-from passes.analyses.microbatch_dims import common_rows, most_that_fit
-from passes.graph.decision import Decision
+from passes.graph.decision import Decision, MicrobatchPlacement
 from passes.graph.graph_copy import copy_graph
 from passes.graph.loops.loop_parts import LoopSplit, PrologueEpilogue
 from passes.graph.placement_graph import PlacementGraph
 from passes.presets import around_loop, in_loop, to_microbatches, whole_batch
 from passes.sharding.loop_gathers import ONCE, LoopGathers, reduced_in_loop
-from passes.sharding.microbatch_axis import MicrobatchPlacement, replicated_decision, solve_time_axis, with_time_axis
+from passes.sharding.microbatch_axis import replicated_decision, solve_time_axis, with_time_axis
 from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
 from passes.solver.solvers import SolverOptions
 from passes.solver.work_limit import WorkLimit
@@ -87,18 +86,6 @@ def prepare_around_loop(loop: PrologueEpilogue, compiler: str, compact: bool = F
 def memory_model_in_time(times: MicrobatchPlacement | None, loss_inside: bool) -> MemoryModel:
     """When bytes are counted with microbatches: if the loss is inside, only one microbatch's saved values are in memory."""
     return MemoryModel(in_flight=1.0 / times.microbatches) if times is not None and loss_inside else STEP_PEAK
-
-
-def fitting_microbatches(shapes: Iterable[Sequence[int]], microbatches: int, ranks: int = 1, speaks: bool = True) -> int:
-    """Number of microbatches for data of these shapes; warns where that is fewer than the options say. ranks: that share the
-    rows."""
-    rows = common_rows(shapes)
-    on_ranks = f" on {ranks} ranks" if ranks > 1 and rows % ranks == 0 else ""
-    found = most_that_fit(rows // ranks if on_ranks else rows, microbatches) if rows else microbatches
-    if found < microbatches and speaks:
-        log.warning("a batch of %d rows%s is split into %d microbatches, since %d do not divide it", rows, on_ranks, found,
-                    microbatches)
-    return found
 
 
 def _named(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hpml_compiler.planner.graph.graph_planning import PlanResult
+from hpml_compiler.plans.plan_result import PlanResult
 
 
 def with_gap(planned: PlanResult, relaxed: PlanResult | None, wanted_gap: float) -> PlanResult:

@@ -12,8 +12,8 @@ import torch
 
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
-from hpml_compiler.simulate.simulator import peak_of_plan
 
 
 def as_plan(graphs: Sequence[GraphPlan], rejected: Sequence[MeshAttempt], options: Options, cluster: str) -> Plan:
@@ -21,7 +21,7 @@ def as_plan(graphs: Sequence[GraphPlan], rejected: Sequence[MeshAttempt], option
     mesh = dict(graphs[0].mesh) if graphs else {}
     alike = [graph for graph in graphs if dict(graph.mesh) == mesh]
     plan = _plan([with_peak(graph, options, cluster) for graph in alike], rejected, options, cluster)
-    return plan.model_copy(update={"at_peak": peak_of_plan(plan)}) if _are_counted_together(plan.step_graphs) else plan
+    return plan.model_copy(update={"at_peak": _peak_of(plan)}) if _are_counted_together(plan.step_graphs) else plan
 
 
 def _are_counted_together(graphs: Sequence[GraphPlan]) -> bool:
@@ -32,7 +32,7 @@ def step_peak_bytes(graphs: Sequence[GraphPlan], options: Options, cluster: str)
     """Peak bytes of a step that runs these graphs."""
     if _are_counted_together(graphs):
         each_counts = [graph.model_copy(update={"frame": ""}) for graph in graphs]
-        return peak_of_plan(_plan(each_counts, [], options, cluster)).bytes
+        return _peak_of(_plan(each_counts, [], options, cluster)).bytes
     return max((with_peak(graph, options, cluster).memory.peak for graph in graphs), default=0)
 
 
@@ -40,8 +40,14 @@ def with_peak(record: GraphPlan, options: Options, cluster: str) -> GraphPlan:
     """The graph's plan with the memory peak of a device in a step of this graph alone."""
     if record.at_peak is not None:
         return record
-    peak = peak_of_plan(_plan([record], [], options, cluster))
+    peak = _peak_of(_plan([record], [], options, cluster))
     return record.model_copy(update={"memory": record.memory.model_copy(update={"peak": peak.bytes}), "at_peak": peak})
+
+
+def _peak_of(plan: Plan) -> Peak:
+    from hpml_compiler.simulate.simulator import peak_of_plan  # here: a plan from the cache has its peak
+
+    return peak_of_plan(plan)
 
 
 def _plan(graphs: Sequence[GraphPlan], rejected: Sequence[MeshAttempt], options: Options, cluster: str) -> Plan:

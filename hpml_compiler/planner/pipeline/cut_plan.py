@@ -15,7 +15,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.checkpointing_choice import checkpointing_plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.gather_choice import GatherChoice
-from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
+from hpml_compiler.planner.graph.graph_planning import plan_graph
 from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, GraphMemory
 from hpml_compiler.planner.graph.microbatch_estimate import with_microbatches
 from hpml_compiler.planner.graph.microbatching import loss_of, mark_loop
@@ -39,12 +39,14 @@ from hpml_compiler.planner.pipeline.stage_checkpointing import StageCheckpointin
 from hpml_compiler.planner.pipeline.stage_halves import StagedBody, halves_of, stage_body
 from hpml_compiler.planner.search.fitting_search import FittingSearch, memory_limit
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.errors import BadInput
+from passes.graph.decision import MicrobatchPlacement
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
 from passes.graph.loops.loop_parts import LoopSplit
@@ -55,7 +57,6 @@ from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.pipeline.stage_assignment import StageAssignment
 from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.sharding.loop_gathers import ONCE, LoopGathers
-from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.sharding.oracle.memory_model import MemoryModel
 from passes.transforms.microbatch.loop_split import split_at_markers
 from passes.transforms.shard.redistributor import MeshGroups

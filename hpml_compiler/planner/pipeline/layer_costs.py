@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from hpml_compiler.planner.graph.few_layer_trace import LONG
 from hpml_compiler.planner.pipeline.pipeline_graph_plan import sent, share_of_weights
-from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageHalves, halves_of
+from hpml_compiler.planner.pipeline.stage_halves import StagedBody, halves_of
 from hpml_compiler.plans.pipeline_records import SentPlan
 from passes.graph.step_phase import Phase
+from passes.transforms.pipeline.stage_io import StageHalves
 
 
 @dataclass(frozen=True)

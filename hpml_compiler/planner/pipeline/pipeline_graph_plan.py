@@ -11,19 +11,21 @@ from torch.fx import GraphModule
 
 from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.checkpointing_choice import checkpointing_plan
-from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
+from hpml_compiler.planner.graph.graph_planning import plan_graph
 from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, GraphMemory
 from hpml_compiler.planner.graph.microbatch_estimate import with_microbatches
 from hpml_compiler.planner.graph.microbatching import joint_of_loss, loss_of
 from hpml_compiler.planner.pipeline.pipeline_estimate import StagePart, with_pipeline
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, cluster_of_stage, memory_model_of
 from hpml_compiler.planner.pipeline.stage_checkpointing import StageCheckpointing
-from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageHalves
+from hpml_compiler.planner.pipeline.stage_halves import StagedBody
 from hpml_compiler.plans.pipeline_records import SentPlan
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from passes.analyses.flops import FLOPS
 from passes.annotations import read
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
+from passes.graph.decision import MicrobatchPlacement
 from passes.graph.graph_signature import GraphInput
 from passes.graph.step_phase import BACKWARD, FORWARD
 from passes.hardware.cluster import Cluster
@@ -34,8 +36,8 @@ from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.pipeline.stage_assignment import SentValue, StageAssignment
 from passes.presets import annotate
 from passes.sharding.loop_gathers import ONCE, LoopGathers
-from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.transforms.pipeline.stage_graphs import StageGraph
+from passes.transforms.pipeline.stage_io import StageHalves
 
 
 class PipelinePlanBuilder:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpml_compiler.options import Options
 from hpml_compiler.plans.record_fields import Placements
@@ -15,7 +15,9 @@ from passes.errors import BadInput
 from passes.hardware.cluster import Cluster
 from passes.op_rules.base import REPLICATE, format_placement
 from passes.pipeline.pipeline_schedule import PipelineSchedule, make_schedule
-from passes.sharding.oracle.memory_model import MemoryModel
+
+if TYPE_CHECKING:
+    from passes.sharding.oracle.memory_model import MemoryModel
 
 PP_AXIS = "pp"
 WHOLE = format_placement(REPLICATE)
@@ -73,6 +75,8 @@ def schedule_of(options: Options, microbatches: int) -> PipelineSchedule:
 
 def memory_model_of(table: PipelineSchedule) -> MemoryModel:
     """When bytes are counted on such devices: those of the rank with most microbatches in flight."""
+    from passes.sharding.oracle.memory_model import MemoryModel  # here: most callers only ask for axes
+
     in_flight = [sum(n for n, rank in zip(table.in_flight(), table.ranks) if rank == own) for own in range(len(table.actions))]
     return MemoryModel(in_flight=max(in_flight) / table.microbatches * len(table.actions) / table.stages)
 

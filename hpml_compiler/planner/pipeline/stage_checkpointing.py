@@ -17,15 +17,15 @@ from torch.fx import GraphModule, Node
 from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem, equal_shares, segment_program_of
 from hpml_compiler.planner.checkpointing.offload_cost import offload_price
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, GraphMemory, StepContext
 from hpml_compiler.planner.graph.microbatching import loss_of
 from hpml_compiler.planner.graph.step_problem import StepProblem
 from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage
-from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageHalves, StageSplit, base_names, counted_stage
+from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageSplit, base_names, counted_stage
 from hpml_compiler.planner.pipeline.stage_memory import RankMemory, StageBytes, bytes_of, in_flight, sends_on
 from hpml_compiler.planner.pipeline.stage_parameters import StageDependencies
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from passes import compat
 from passes.analyses.storage_program_builder import BuildStorageProgram
@@ -42,6 +42,7 @@ from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.presets import counting_microbatches
 from passes.solver.work_limit import WorkLimit
 from passes.transforms.pipeline.backward_split import weight_part_bytes
+from passes.transforms.pipeline.stage_io import StageHalves
 from passes.transforms.shard.redistributor import MeshGroups
 
 MOST_SWEEPS = 3

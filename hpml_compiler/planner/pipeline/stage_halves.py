@@ -5,11 +5,9 @@ which are drawn before the loop, are the same on all ranks. A run and an offline
 """
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch.fx import GraphModule
 
 from hpml_compiler.planner.checkpointing.checkpointed_halves import cut_as_kept
@@ -29,15 +27,7 @@ from passes.presets import adopting_stages, analyzing_stage_body, building_stora
 from passes.sharding.loop_gathers import ONCE, LoopGathers
 from passes.transforms.pipeline.backward_split import split_backward, weight_part_last
 from passes.transforms.pipeline.stage_graphs import StageGraph, makers_of_gradients, split_stages
-
-log = logging.getLogger("hpml")
-WITHOUT_STAGES = "use fewer ranks for pp or remove it from options['mesh'], and split the model by dp, tp or zero instead"
-"""Remedy for a graph that is not pipelined."""
-
-
-def warn_without_stages(name: str, why: str) -> None:
-    """Warn that a graph is not pipelined though stages were asked for. name: of the graph."""
-    log.warning("%s is not pipelined; every stage runs it in full: %s; %s", name, why, WITHOUT_STAGES)
+from passes.transforms.pipeline.stage_io import StageHalves, half_of
 
 
 @dataclass(frozen=True)
@@ -89,17 +79,6 @@ def _check_sizes(graphs: Sequence[StageGraph]) -> None:
                                f"{tuple(fake.shape)}", name, "give it a fixed shape, or remove pp from options['mesh']")
 
 
-def warn_of_empty_stages(name: str, stages: StageAssignment) -> None:
-    """Warn of stages without parameters of their own, which save no memory. name: of the graph."""
-    empty = stages.without_parameters()
-    if not empty:
-        return
-    which = ", ".join(f"stage {stage} ({' to '.join(dict.fromkeys((own[0], own[-1])))})"
-                      for stage in empty if (own := stages.blocks[stage]))
-    log.warning("%s: of %d stages, %s has no parameters of its own, so it saves no memory; %s", name, stages.count, which,
-                WITHOUT_STAGES)
-
-
 def structure_of(body: GraphModule) -> str:
     """Text of a body that is the same on all ranks, whatever their local shapes: names of its calls and of their inputs."""
     return "\n".join(f"{node.name} = {node.target} {[x.name for x in node.all_input_nodes]}" for node in body.graph.nodes
@@ -118,26 +97,6 @@ def _kinds(body: GraphModule, marked: GraphModule, kinds: Mapping[str, InputKind
         late = k >= len(loop.reads)
         found[node.name] = "tangent" if late else "parameter" if each.name in learned else kinds.get(each.name, "constant")
     return found
-
-
-@dataclass(frozen=True)
-class StageHalf:
-    """A graph, and the names of its inputs and results, as lowering may replace their nodes."""
-
-    gm: GraphModule
-    takes: tuple[str, ...]
-    returns: tuple[str | None, ...]
-
-
-@dataclass(frozen=True)
-class StageHalves:
-    """Forward and backward of a stage. weight: the part of backward that runs later, where it is split; it may be all of it.
-    saved: fakes of the values that backward takes from forward, by name."""
-
-    forward: StageHalf
-    backward: StageHalf | None
-    weight: StageHalf | None
-    saved: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -189,8 +148,3 @@ def halves_of(graph: StageGraph, compiler: str, splits_backward: bool = False, s
     made = {node.name: node for node in returned_nodes(forward)[graph.forward_outputs:] if node is not None}
     taken = dict.fromkeys(name for half in (backward, weight) if half is not None for name in half.takes)
     return StageHalves(half_of(forward), backward, weight, {name: made[name].meta["val"] for name in taken if name in made})
-
-
-def half_of(gm: GraphModule) -> StageHalf:
-    return StageHalf(gm, tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
-                     tuple(None if node is None else node.name for node in returned_nodes(gm)))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.optimality_gap import with_gap
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.visualize.formatting import format_bytes, format_us
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.checkpointing.layers.layer_boundary import LayersDiffer

@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.optimality_gap import with_gap
 from hpml_compiler.planner.search.budget_search import search_within_budget
 from hpml_compiler.planner.search.dry_run import MOST_OF_THE_TIME, DryRun
 from hpml_compiler.planner.search.plan_cache import PlanCache
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.plan_result import PlanResult
 from passes.sharding.oracle.memory_model import MemoryModel
 from passes.sharding.search.mesh_search import SearchTables
 from passes.solver.work_limit import WorkLimit

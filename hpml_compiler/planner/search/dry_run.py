@@ -8,20 +8,20 @@ from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointPro
 from hpml_compiler.planner.checkpointing.offload_cost import offload_price
 from hpml_compiler.planner.graph.few_layer_trace import layers_of
 from hpml_compiler.planner.graph.gather_choice import GatherChoice
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext
 from hpml_compiler.planner.graph.microbatching import loop_of, loss_of, memory_model_in_time
 from hpml_compiler.planner.graph.step_problem import StepProblem
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.plan_result import PlanResult
 from passes.analyses.storage_program_builder import BuildStorageProgram
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.cost_model.measured.mesh_prices import MeshPrices
+from passes.graph.decision import MicrobatchPlacement
 from passes.graph.graph_copy import copy_graph
 from passes.hardware.axis import device_axes
 from passes.hardware.mesh import mesh_from_pin
 from passes.presets import after_planning, building_storage_program
 from passes.sharding.loop_gathers import ONCE, LoopGathers
-from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.solver.work_limit import WorkLimit
 from passes.transforms.comm.prefetch_all_gather import starts_ahead
 from passes.transforms.shard.redistributor import MeshGroups

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from hpml_compiler.options import Options
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.plan_assembly import with_peak
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.visualize.formatting import format_bytes
 from passes import compat

@@ -8,18 +8,19 @@ from functools import partial
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
-from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
+from hpml_compiler.planner.graph.graph_planning import plan_graph
 from hpml_compiler.planner.graph.same_structure import SavedDecisions
 from hpml_compiler.planner.search.budget_trials import cached_or_new, cached_or_new_within, plan_by_trials
 from hpml_compiler.planner.search.dry_run import DryRun
 from hpml_compiler.planner.search.fitting_search import FittingSearch, PlacementSearch, first_answer
 from hpml_compiler.planner.search.plan_cache import PlanCache, plan_cache_of
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from passes.cost_model.measured.mesh_prices import CachedMeasurements
 from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.decision import MicrobatchPlacement
 from passes.hardware.cluster import Cluster
-from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.solver.work_limit import WorkLimit
 
 

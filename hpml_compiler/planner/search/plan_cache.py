@@ -18,10 +18,10 @@ from pydantic import Field, ValidationError
 from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.checkpointing_choice import checkpointing_plan
 from hpml_compiler.planner.graph import measured_costs
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.plans.cache import plan_database
 from hpml_compiler.plans.cache.cache_warnings import warn_of_cache
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.record_fields import Mesh, Names, Record
 from hpml_compiler.plans.schema import DecisionRecord, MeshAttempt, SolverReport
 from passes import compat

@@ -19,7 +19,7 @@ from hpml_compiler.runtime.program.p2p import P2P, Received, StageFailure
 from hpml_compiler.runtime.program.stage_timer import LoopTimes, loop_times
 from hpml_compiler.runtime.watchdog.attribution import is_distributed
 from passes.pipeline.pipeline_schedule import PipelineSchedule, ScheduleAction
-from passes.transforms.pipeline.stage_graphs import GRADIENT, StageIO
+from passes.transforms.pipeline.stage_io import GRADIENT, StageIO
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ metadata. See `passes.pipeline.stage_assignment` for the values sent between sta
 # pyright: reportArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx import GraphModule, Node
 
@@ -27,10 +26,7 @@ from passes.graph.step_phase import BACKWARD, FORWARD
 from passes.op_rules.opaque_calls import port_of
 from passes.pipeline.stage_assignment import STAGES, SentValue, StageAssignment
 from passes.sharding.loop_gathers import ONCE, LoopGathers
-
-GRADIENT = "tangents_of_"
-"""Prefix of the placeholder of a value that a stage receives in backward: torch's partitioner, and ours, recognize by it that
-forward does not have the value."""
+from passes.transforms.pipeline.stage_io import GRADIENT, StageIO
 
 
 @dataclass(frozen=True)
@@ -38,36 +34,6 @@ class StageInputPosition:
     """Index of a placeholder among a stage's inputs; takes the place of AOTAutograd's description."""
 
     idx: int
-
-
-@dataclass(frozen=True)
-class StageIO:
-    """Inputs and outputs of a stage. Values have the names of their nodes in the whole graph.
-
-    given: placeholders of the whole graph that it takes, in that graph's order; followed by `read`, those of `received` that it
-    reads itself. It forwards the others. own_sent: returned first, of `sent`; then the whole graph's
-    `outputs`, by index there. Backward first returns `gradients`, by index among those of the whole
-    graph: those of `given`, none for `read`; then `own_sent_back`. fakes: of all received and sent values, as in the whole
-    graph.
-    """
-
-    index: int
-    given: tuple[str, ...]
-    received: tuple[str, ...]
-    read: tuple[str, ...]
-    sent: tuple[str, ...]
-    own_sent: tuple[str, ...]
-    outputs: tuple[int, ...]
-    gradients: tuple[int | None, ...]
-    received_back: tuple[str, ...]
-    read_back: tuple[str, ...]
-    sent_back: tuple[str, ...]
-    own_sent_back: tuple[str, ...]
-    fakes: Mapping[str, torch.Tensor]
-
-    @property
-    def forward_outputs(self) -> int:
-        return len(self.own_sent) + len(self.outputs)
 
 
 @dataclass(frozen=True)

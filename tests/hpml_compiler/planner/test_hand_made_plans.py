@@ -48,8 +48,8 @@ import transformers as T
 from torch import nn
 
 from hpml_compiler import api
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.search import placement_request
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.errors import Infeasible

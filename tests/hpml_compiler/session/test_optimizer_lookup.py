@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from hpml_compiler.monitor.profiled_step import StepProfile
+from hpml_compiler.optimizer_transient import OptimizerTransient, transient_of
 from hpml_compiler.options import Options
 from hpml_compiler.session.optimizer_lookup import held_by, optimizer_name, optimizer_of
-from hpml_compiler.simulate.optimizer_transient import OptimizerTransient, transient_of
 
 MAKES = {
     "adamw": torch.optim.AdamW, "adam": torch.optim.Adam,

@@ -4,7 +4,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from passes.analyses.placement_graph_builder import complete
-from passes.sharding.microbatch_axis import AFTER, solve_time_axis
+from passes.graph.decision import AFTER
+from passes.sharding.microbatch_axis import solve_time_axis
 from tests.passes.graphs import Builder, V, aten
 
 

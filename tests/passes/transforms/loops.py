@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from passes import compat
+from passes.graph.decision import AFTER, MicrobatchPlacement
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.loops.loop_parts import GraphFragment, LoopInput, LoopOutput, LoopSplit
 from passes.graph.placement_graph import PlacementGraph
@@ -17,7 +18,7 @@ from passes.hardware.axis import time_axis
 from passes.op_rules.base import REPLICATE
 from passes.op_rules.rule_table import is_random
 from passes.presets import in_loop
-from passes.sharding.microbatch_axis import AFTER, MicrobatchPlacement, _MicrobatchProblem
+from passes.sharding.microbatch_axis import _MicrobatchProblem
 from passes.solver.problem import Label
 from passes.transforms.microbatch.loop_markers import place_of, taken
 from passes.transforms.shard.redistributor import MeshGroups

@@ -14,7 +14,8 @@ from passes.graph.graph_copy import copy_graph
 from passes.op_rules.rule_table import is_random
 from passes.pipeline.stage_assignment import StageAssignment
 from passes.transforms.cleanup.pre_partition import TagPhases
-from passes.transforms.pipeline.stage_graphs import GRADIENT, StageGraph
+from passes.transforms.pipeline.stage_graphs import StageGraph
+from passes.transforms.pipeline.stage_io import GRADIENT
 
 
 class _Seeded(fx.Interpreter):

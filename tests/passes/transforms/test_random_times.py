@@ -13,9 +13,10 @@ from torch import fx
 
 from passes import compat
 from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.decision import MicrobatchPlacement
 from passes.graph.graph_copy import copy_graph
 from passes.presets import annotate, to_microbatches
-from passes.sharding.microbatch_axis import MicrobatchPlacement, solve_time_axis, with_time_axis
+from passes.sharding.microbatch_axis import solve_time_axis, with_time_axis
 from passes.transforms.microbatch.loop_split import split_at_markers
 from tests.helpers.axes import axes_of
 from tests.passes.op_rules.families.steps import steps_of

@@ -18,7 +18,8 @@ from passes.pipeline.stage_assignment import STAGES, StageAssignment
 from passes.presets import adopting_stages, analyzing_stage_body, annotate, finding_stages
 from passes.sharding.search.placement_passes import AdoptPlacements
 from passes.transforms.cleanup.pre_partition import TagPhases
-from passes.transforms.pipeline.stage_graphs import GRADIENT, StageGraph, makers_of_gradients, split_stages
+from passes.transforms.pipeline.stage_graphs import StageGraph, makers_of_gradients, split_stages
+from passes.transforms.pipeline.stage_io import GRADIENT
 from passes.transforms.shard.redistributor import MeshGroups
 from passes.transforms.shard.spmd_rewrite import Shard
 from tests.helpers.axes import axes_of

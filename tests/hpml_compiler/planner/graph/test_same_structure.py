@@ -7,9 +7,10 @@ from torch import nn
 
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.options import Options
-from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
+from hpml_compiler.planner.graph.graph_planning import plan_graph
 from hpml_compiler.planner.graph.same_structure import structural_hash
 from hpml_compiler.planner.traced_model import TracedModel
+from hpml_compiler.plans.plan_result import PlanResult
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.hardware.cluster import Cluster
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.search.budget_search import search_within_budget
+from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import MeshAttempt
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.checkpointing.layers.layer_boundary import LayersDiffer

@@ -13,7 +13,7 @@ from hpml_compiler.runtime.program.pipeline_step import PipelineLoop
 from hpml_compiler.runtime.program.stage_executor import BoxedCall, StageCallables
 from passes.graph.loops.loop_parts import GraphFragment, PrologueEpilogue
 from passes.pipeline.pipeline_schedule import ScheduleAction
-from passes.transforms.pipeline.stage_graphs import StageIO
+from passes.transforms.pipeline.stage_io import StageIO
 
 NOTHING = GraphFragment(None)
 LOOP = PrologueEpilogue((NOTHING, NOTHING), (), (), (), (), (NOTHING, NOTHING), (), ())

@@ -13,7 +13,8 @@ from passes.graph.planning_keys import OPERATIONS
 from passes.hardware.cluster import Cluster
 from passes.pipeline.stage_assignment import STAGES
 from passes.presets import annotate, finding_stages
-from passes.transforms.pipeline.stage_graphs import GRADIENT, StageGraph, split_stages
+from passes.transforms.pipeline.stage_graphs import StageGraph, split_stages
+from passes.transforms.pipeline.stage_io import GRADIENT
 from tests.passes.op_rules.families.steps import traced
 from tests.passes.transforms.stage_runs import run_stages, whole
 from tests.passes.transforms.test_random_decisions import Prepared, _tensors, check
