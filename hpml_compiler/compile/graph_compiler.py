@@ -32,7 +32,7 @@ from hpml_compiler.planner.graph.memory_budget import StepContext
 from hpml_compiler.planner.stage_warnings import warn_without_stages
 from hpml_compiler.planner.step_decision import DecidedStep
 from hpml_compiler.plans.schema import BlocksReport
-from hpml_compiler.runtime.consistency.rank_sync import CompiledTogether
+from hpml_compiler.runtime.consistency.rank_sync import CompiledTogether, same_options
 from hpml_compiler.runtime.placements.single_rank_placement import owner_of
 from hpml_compiler.runtime.placements.unsharded_params import UnshardedInputs
 from hpml_compiler.runtime.process.world_group import this_rank, world_size
@@ -85,6 +85,8 @@ class GraphCompiler:
         planned_before = len(self.session.graphs)
         if self.earlier.entry is not None:
             self._as_in(self.earlier.entry.running)
+        else:  # budgets may differ, as fractions of unlike devices do
+            same_options({name: x for name, x in self.options.to_json().items() if name != "memory_budget"})
         try:
             function = self.all_ranks.compile_all(self.trace)
         except Exception:

@@ -1,6 +1,7 @@
 """Activation checkpointing of pipeline stages in a run: each stage is decided on one of its ranks, and all ranks learn it."""
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
@@ -15,7 +16,7 @@ from hpml_compiler.runtime.watchdog.activity_scope import activity
 from hpml_compiler.runtime.watchdog.store_wait import wait_for_all
 from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
-from passes.errors import HpmlError
+from passes.errors import HpmlError, Infeasible
 
 StageSplits = Mapping[int, StageSplit]
 
@@ -32,8 +33,8 @@ def agreed_splits(problem: StepProblem, cut: StagedStep, planned: PlanResult | N
 def agreed_decisions(found: StageCheckpointing, place: int, decides: bool, strict: bool,
                      given: GraphPlan | None = None) -> tuple[CheckpointDecision, ...]:
     """The decisions of all stages, the same on all ranks. place: of this rank in the pipeline. decides: whether it is the one
-    of the ranks that share its stages which decides. given: a saved plan to apply. Raises the error of one rank on all, such as
-    Infeasible where a stage does not fit."""
+    of the ranks that share its stages which decides. given: a saved plan to apply. Raises the error of one rank on all: where
+    stages do not fit, Infeasible with the budget that all of them need."""
     own: tuple[CheckpointDecision, ...] | HpmlError | None = None
     if decides:
         try:
@@ -46,9 +47,16 @@ def agreed_decisions(found: StageCheckpointing, place: int, decides: bool, stric
     with compat.outside_tracing(), activity("waiting for all ranks to decide what their stages save"):
         wait_for_all()
         told = from_all_ranks((place, own))
+    errors = {rank: outcome for rank, outcome in told if isinstance(outcome, HpmlError)}
+    if errors:
+        worst = max(errors, key=lambda rank: _least_budget(errors[rank]))
+        raise own if worst == place and isinstance(own, HpmlError) else errors[worst]
     decisions: dict[int, CheckpointDecision] = {}
     for rank, outcome in told:
-        if isinstance(outcome, HpmlError):
-            raise own if isinstance(own, HpmlError) else outcome
         decisions.update(zip(found.step.stages_of(rank), outcome or ()))
     return tuple(decisions[stage] for stage in sorted(decisions))
+
+
+def _least_budget(error: HpmlError) -> float:
+    """The budget that an error says would do; infinity for another error, which no budget mends."""
+    return error.smallest_budget_bytes or 0.0 if isinstance(error, Infeasible) else math.inf

@@ -1,4 +1,4 @@
-"""Compare graphs across ranks, broadcast plans from rank 0, and raise errors of one rank on all.
+"""Compare graphs and options across ranks, broadcast plans from rank 0, and raise errors of one rank on all.
 
 With one rank nothing is communicated. Uses a separate process group, so that messages of a rank that compiles alone do not
 match collectives of the others.
@@ -6,7 +6,7 @@ match collectives of the others.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from hpml_compiler.runtime.process.world_group import control_group, from_all_ra
 from hpml_compiler.runtime.watchdog.activity_scope import activity
 from hpml_compiler.runtime.watchdog.store_wait import wait_for_all, wait_for_rank_0
 from passes import compat
-from passes.errors import HpmlError
+from passes.errors import BadInput, HpmlError
 
 T = TypeVar("T")
 
@@ -38,6 +38,21 @@ def same_graph(text: Callable[[], str]) -> None:
     if world_size() > 1:
         with compat.outside_tracing(), activity("comparing the graph with the other ranks'"):
             _compare(text)
+
+
+def same_options(options: Mapping[str, Any]) -> None:
+    """Raises BadInput on every rank if any rank was given other options than rank 0. Each decides by its own: ranks with other
+    stages or microbatches would wait for each other forever, or train something else."""
+    if world_size() == 1:
+        return
+    with compat.outside_tracing(), activity("comparing the options with the other ranks'"):
+        told = from_all_ranks({name: str(value) for name, value in options.items()})
+    for rank, theirs in enumerate(told):
+        for name in sorted({*theirs, *told[0]}):
+            mine, other = (each.get(name, "the default") for each in (theirs, told[0]))
+            if mine != other:
+                raise BadInput(f"rank {rank} was given {mine}, rank 0 {other}", f"options[{name!r}]",
+                               "give every rank the same options; look for code that depends on the rank")
 
 
 def _compare(text: Callable[[], str]) -> None:

@@ -97,3 +97,38 @@ def passed_over(rank):
 def test_an_error_of_backward_that_is_passed_over_is_told_with_forward(launch):
     told, own = launch(passed_over, 2, timeout_s=50)
     assert told == "rank 1 could not compile graph_0: ValueError: broken on purpose" and own == "broken on purpose"
+
+
+def given_more_microbatches(rank):
+    options = {"compiler": "eager", "mesh": {"pp": 2}, "microbatches": 2 + 2 * rank}
+    call = torch.compile(small(), backend="hpml", options=options)
+    with pytest.raises(Exception, match="rank 1 was given 4, rank 0 2"):
+        call(torch.ones(4, 8))
+
+
+@pytest.mark.timeout(60)
+def test_ranks_with_other_options_are_refused(launch):
+    launch(given_more_microbatches, 2, timeout_s=50)
+
+
+def refused_by_both_stages(rank):
+    """The least budget that the ranks name, and what happens below it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)), nn.Linear(64, 512))
+
+    def train(budget):
+        torch._dynamo.reset()
+        options = {"compiler": "eager", "mesh": {"pp": 2}, "microbatches": 2, "memory_budget": budget}
+        return torch.compile(model, backend="hpml", options=options)(torch.ones(64, 64)).sum()
+
+    with pytest.raises(Exception) as raised:
+        train(1)
+    least = raised.value.inner_exception.smallest_budget_bytes
+    train(int(least)).backward()
+    return least
+
+
+@pytest.mark.timeout(60)
+def test_a_budget_that_no_stage_meets_is_refused_with_what_all_stages_need(launch):
+    one, other = launch(refused_by_both_stages, 2, timeout_s=50)
+    assert one == other
