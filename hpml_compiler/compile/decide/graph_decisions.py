@@ -101,8 +101,11 @@ class GraphDecisions(DecidedGraph):
         if self.microbatches > 1 or self.stages is not None:
             annotated = self.analyze(joint_of_loss(joint) if first else joint, forward_outputs, self.microbatches)
             step = self._problem(annotated, forward_outputs, self.microbatches, traced)
-            if self.stages is None:
-                step = replace(step, own=joint, analyze_full=lambda: self.analyze(joint, forward_outputs))
+            if self.stages is None:  # where rows depend on each other, there is no loop
+                full = lambda: self.analyze(joint, forward_outputs)  # noqa: E731
+                if self.alone:
+                    full = self._unchanged(joint, forward_outputs, traced).analyze
+                step = replace(step, own=joint, analyze_full=full)
             return step
         if not self.alone:
             return self._problem(self.analyze(joint, forward_outputs), forward_outputs, 1, traced)

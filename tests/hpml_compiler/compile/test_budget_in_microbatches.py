@@ -96,6 +96,22 @@ def test_a_plan_decides_as_a_run_does_and_can_be_obeyed():
     assert decided(hpml_compiler.last_plan()) == decided(plan)
 
 
+class Centered(Deep):
+    """Rows depend on each other, so that the step is not split into microbatches."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+def test_a_plan_of_a_step_that_is_not_split_can_be_obeyed():
+    options = {"compiler": "eager", "microbatches": 4}
+    expected, _ = trained(options | {"memory_budget": "64MiB"}, 0.0, Centered)
+    plan = hpml_compiler.last_plan()
+    assert plan.graphs[0].microbatches is None
+    numbers, _ = trained(options | {"plan": plan}, 0.0, Centered)
+    assert decided(hpml_compiler.last_plan()) == decided(plan) and all(map(torch.equal, numbers, expected))
+
+
 def test_a_few_layers_stand_for_all():
     model, batch, peaks = Features(0.0, layers=10), (torch.randn(ROWS, WIDTH),), []
     for every in (False, True):
