@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import time
 import traceback
 from dataclasses import dataclass, field, replace
@@ -14,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 import hpml_compiler
-from benchmarks.memory import peak_of
 from hpml_compiler.units import parse_bytes
 from tests.combinations.space import Training, options_of, train
-from tests.helpers.peaks import held_bytes
+from tests.helpers.peaks import least_peak
 from tests.scripts.compare import Outcome, refusal_of, seen, seen_within_least
 from tests.scripts.snapshot import difference, snapshot
 from tests.scripts.use import Script, Use
@@ -43,7 +41,7 @@ class Compiled(Script):
         if self.memory is None:
             return
         with torch.random.fork_rng():  # where a script leaves the generator is compared
-            peak = held_bytes(training.whole, training.optimizer) + statistics.median(peak_of(training.step) for _ in range(3))
+            peak = least_peak(training.step, training.whole, training.optimizer)
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
         self.memory.update(peak=max(peaks), predicted=hpml_compiler.last_plan().memory.peak)
