@@ -53,7 +53,8 @@ def agreed_decisions(found: StageCheckpointing, place: int, decides: bool, stric
         raise own if worst == place and isinstance(own, HpmlError) else errors[worst]
     decisions: dict[int, CheckpointDecision] = {}
     for rank, outcome in told:
-        decisions.update(zip(found.step.stages_of(rank), outcome or ()))
+        if isinstance(outcome, tuple):  # None: of a rank that does not decide
+            decisions.update(zip(found.step.stages_of(rank), outcome))
     return tuple(decisions[stage] for stage in sorted(decisions))
 
 
