@@ -16,6 +16,7 @@ from hpml_compiler.monitor import tensorboard_scalars
 from hpml_compiler.options import Options
 from hpml_compiler.runtime.process.compute_device import init_device
 from hpml_compiler.runtime.process.gc_pause import gc_paused
+from hpml_compiler.runtime.process.live_objects import one_scan
 from hpml_compiler.runtime.process.world_group import ensure_process_group
 from hpml_compiler.runtime.program.second_derivatives import without_second_derivatives
 from hpml_compiler.runtime.program.undefined_gradients import with_undefined_gradients
@@ -26,6 +27,7 @@ from passes import compat
 
 
 @gc_paused()
+@one_scan()
 def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     compat.warn_if_untested()
     world = ensure_process_group()
