@@ -83,7 +83,8 @@ class Recurrent(nn.LSTM):
 
 @pytest.mark.parametrize(("model", "because"), [
     (OnSparse(), "sparse"), (LeftOut(), "torch.compiler.disable"), (nn.LSTM(4, 4), "allow_rnn"),
-    (Recurrent(4, 4), "allow_rnn")],
+    pytest.param(Recurrent(4, 4), "allow_rnn", marks=pytest.mark.skipif(
+        torch.__version__ >= (2, 15), reason="Dynamo of torch 2.15 ends in an internal error on it, with every backend"))],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "")
 def test_it_is_said_after_the_first_call_with_dynamos_own_reason(model, because, monkeypatch, caplog):
     torch._dynamo.reset()

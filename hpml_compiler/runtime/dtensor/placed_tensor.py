@@ -475,7 +475,8 @@ def _set_attribute(func: Any, tensor: torch.Tensor, value: Any) -> None:
                             f"{tuple(tensor.shape)}", "assign value.to_dense()")
         if name == "data":
             invalidate([tensor])
-            _set_data(func, tensor, to_full_tensor(value.detach()))
+            with torch.no_grad():  # not of a detached value: DTensor of torch 2.15 would move one that a single rank has
+                _set_data(func, tensor, to_full_tensor(value).detach())
             if not isinstance(value, DTensor):
                 note_given(tensor, value)
             return

@@ -54,8 +54,10 @@ def call_of_sample(given) -> Call:
 
 def test_every_operator_in_the_table_is_sampled():
     sampled = {name_of(s.target) for s in samples()}
-    later = {name for name in targets() if "lanczos" in name and not hasattr(aten, name.removeprefix("aten::"))}
-    assert set(targets()) - FALLBACKS - NEEDS_A_SEED - HIGHER_ORDER - sampled - later == set()
+    # Operators of other releases of torch.
+    others = {name for name in targets() if ("lanczos" in name or name == "aten::cholesky")
+              and not hasattr(aten, name.removeprefix("aten::"))}
+    assert set(targets()) - FALLBACKS - NEEDS_A_SEED - HIGHER_ORDER - sampled - others == set()
 
 
 def test_every_operator_has_a_sample_that_splits_or_is_whole_by_nature():
