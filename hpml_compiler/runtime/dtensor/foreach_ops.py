@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +16,12 @@ from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
 def is_foreach(name: str) -> bool:
     """True if a torch function takes lists and works on their tensors index by index."""
     return name.startswith(("_foreach_", "_fused_"))
+
+
+def is_composite(func: Callable[..., Any]) -> bool:
+    """True for a function of `torch.foreach`, which torch 2.15 has: Python code around the `_foreach_` function, under the
+    name of the function of single tensors."""
+    return isinstance(func, FunctionType) and func.__module__ == "torch.foreach"
 
 
 def split_by_kind(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -41,12 +48,12 @@ def at(indices: list[int], value: Any) -> Any:
     return [value[i] for i in indices] if isinstance(value, (list, tuple)) else value
 
 
-def merge(parts: list[tuple[list[int], Any]]) -> list[Any] | None:
+def merge(parts: list[tuple[list[int], Any]]) -> tuple[Any, ...] | None:
     """Merge the results of the two kinds of indices; None if the op returned nothing."""
     if any(results is None for _, results in parts):
         return None
     merged = {index: result for indices, results in parts for index, result in zip(indices, results, strict=True)}
-    return [merged[index] for index in sorted(merged)]
+    return tuple(merged[index] for index in sorted(merged))
 
 
 def like_targets(place_like: Callable[[torch.Tensor, Any], torch.Tensor], args: tuple,

@@ -54,9 +54,9 @@ def _try_norms(func: Callable[..., Any], tensors: Any, order: Any = 2, *rest: An
     if not fits or rest or kwargs or not isinstance(order, (int, float)) or not 0 < order < math.inf:
         return NotImplemented
     norms = func([tensor._local_tensor for tensor in tensors], order)
-    return [compat.make_dtensor(type(tensor), norm, _norm_spec(tensor._spec.mesh, tensor._spec.placements, order,
-                                                               norm.dtype))
-            for tensor, norm in zip(tensors, norms, strict=True)]
+    return tuple(compat.make_dtensor(type(tensor), norm, _norm_spec(tensor._spec.mesh, tensor._spec.placements, order,
+                                                                    norm.dtype))
+                 for tensor, norm in zip(tensors, norms, strict=True))
 
 
 class _NormSpecs(dict[tuple, Any]):
@@ -90,7 +90,7 @@ def _try_lists(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[st
     results = func(*local_args, **local_kwargs)
     if in_place(name):
         return None if results is None else args[0]
-    wrapped = [column.wrap(result) for column, result in zip(columns, results, strict=True)]
+    wrapped = tuple(column.wrap(result) for column, result in zip(columns, results, strict=True))
     return NotImplemented if any(result is NotImplemented for result in wrapped) else wrapped
 
 

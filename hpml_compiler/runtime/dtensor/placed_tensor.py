@@ -82,6 +82,8 @@ class PlacedTensor(DTensor):
     @compat.untraced
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
+        if foreach_ops.is_composite(func):
+            return func.__wrapped__(*args, **kwargs or {})  # comes back with the function that it calls
         name = getattr(func, "__name__", "")
         with compat.plain_torch_functions():
             if name == "__get__" and getattr(func.__self__, "__name__", "") not in COMPUTED_ATTRIBUTES:
@@ -128,7 +130,8 @@ class PlacedTensor(DTensor):
             invalidate(changed)
         plain = [operand for operand in operands if not isinstance(operand, DTensor)]
         if foreach_ops.is_foreach(name) and (changed or _tracked(plain) or any(operand.dim() for operand in plain)):
-            return cls._route_by_kind(func, name, args, kwargs)
+            results = cls._route_by_kind(func, name, args, kwargs)
+            return args[0] if in_place(name) and args and results is not None else results
         if changed:
             return cls._change(func, name, args, kwargs, changed)
         if name == "__iter__":

@@ -1,4 +1,4 @@
-"""Every `torch._foreach_*` function of torch's database, on lists that hold placed tensors, too -> one device's values."""
+"""Every function of lists in torch's database, on lists that hold placed tensors, too -> one device's values."""
 from __future__ import annotations
 
 import itertools
@@ -28,8 +28,15 @@ def calls():
             call.pop("disable_fastpath", None)
         given += [call | {"scalars": torch.tensor(call["scalars"], dtype=torch.float64)} for call in given if "scalars" in call]
         for call in {tuple(map(kind_of, call.items())): call for call in given}.values():
-            for function in filter(None, dict.fromkeys((entry.method_variant, entry.inplace_variant))):
+            for function in functions(entry.name):
                 yield function, call
+
+
+def functions(name):
+    """`torch._foreach_add`, `torch._foreach_add_`, and those of `torch.foreach`, which torch 2.15 has."""
+    public = getattr(torch, "foreach", None)
+    for each in (name, name + "_"):
+        yield from filter(None, (getattr(torch, each, None), getattr(public, each.removeprefix("_foreach_"), None)))
 
 
 def kind_of(argument):
@@ -44,7 +51,7 @@ def kind_of(argument):
 def by_name(function, call):
     """The call with all but its first argument given by name."""
     packet = getattr(torch.ops.aten, function.__name__, None)
-    for name in () if packet is None else packet.overloads():  # torch 2.15 has functions in place without an operator
+    for name in () if packet is None or function.__module__ == "torch.foreach" else packet.overloads():
         names = [argument.name for argument in getattr(packet, name)._schema.arguments]
         renamed = {key if key == 0 or isinstance(key, str) or key >= len(names) else names[key]: value
                    for key, value in call.items()}
@@ -113,6 +120,9 @@ def wrong(function, call, ours):
     theirs = copied(call)
     expected, kinds = outcome(function, theirs), mapped(lambda t, *_: type(t), ours)
     actual = outcome(function, ours)
+    if not isinstance(expected, Exception) and (type(actual) is not type(expected) or (expected is theirs.get(0)) != (
+            actual is ours.get(0))):
+        return f"{actual!r:.300} is another container than {expected!r:.100}"
     if isinstance(expected, Exception) or isinstance(actual, Exception):
         both = isinstance(expected, Exception) and isinstance(actual, Exception)
         return None if both else f"{actual!r:.300} is not {expected!r:.100}"
