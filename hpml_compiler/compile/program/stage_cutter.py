@@ -43,7 +43,8 @@ class StageCutter:
                  interface: GraphSignature, starts: tuple[str, ...] = (), keep: KeepsInStages | None = None,
                  repeats: LoopGathers = ONCE):
         self.options, self.marked, self.microbatches, self.forward_outputs = options, marked, microbatches, forward_outputs
-        self.interface, self.starts, self.repeats, self.loop = interface, starts, repeats, split_at_markers(marked)
+        self.interface, self.starts, self.repeats = interface, starts, repeats
+        self.loop = split_at_markers(marked, forward_outputs)
         self.place = session.current().device_mesh(options.mesh or {}).get_local_rank(PP_AXIS)
         self.table = schedule_of(options, microbatches)
         same_graph(lambda: structure_of(self.loop.body))

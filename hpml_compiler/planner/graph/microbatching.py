@@ -70,7 +70,7 @@ def loop_of(gm: GraphModule, graph: PlacementGraph, placements: Decision | None,
     """Cut the microbatch loop out of an annotated graph, which gets its markers; all parts are ready to be compiled, or to be
     partitioned into forward and backward. See `mark_loop`, `in_loop` and `around_loop`."""
     mark_loop(gm, graph, placements, times, groups, forward_outputs, kept_gradients, compiler == "inductor", repeats)
-    loop = split_at_markers(gm)
+    loop = split_at_markers(gm, forward_outputs)
     in_loop(compiler, len(loop.forward), repeats, ahead)(loop.body)
     prepare_around_loop(loop, compiler, compact or repeats != ONCE)
     return loop

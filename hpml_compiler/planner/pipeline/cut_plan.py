@@ -202,7 +202,7 @@ def _staged(gm: GraphModule, step: StepProblem, planned: PlanResult | None, time
     groups = MeshGroups(axes, (0,) * len(axes), tuple(f"planned_{axis.name}" for axis in axes))
     mark_loop(gm, annotated.graph, planned and planned.decision, times, groups, step.outputs,
               range(step.outputs, len(returned_nodes(gm))), step.options.compiler == "inductor", repeats)
-    loop = split_at_markers(gm)
+    loop = split_at_markers(gm, step.outputs)
     staged = stage_body(gm, annotated.interface.kinds, loop, stages, step.cluster.device, lambda find: find(), starts,
                         repeats)
     return loop, staged, groups

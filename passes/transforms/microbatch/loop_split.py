@@ -1,8 +1,9 @@
 """Split a graph with loop markers into the prologue, the body and the epilogue of the loop over microbatches.
 
 Readers of a take, or of an again, are in the body, readers of collected values in the epilogue, all else in the prologue. Each
-part has calls that wait for backward: those that depend on a tangent. The body's halves stay one joint graph, partitioned like
-any other; values pass between parts by node names. Calls without operands (zeros, masks) are copied into each part that reads
+part has calls that wait for backward: those that depend on a tangent, or on a collected value that no forward output needs, as
+gradients through `sign` are, which are zero whatever arrives. The body's halves stay one joint graph, partitioned like any
+other; values pass between parts by node names. Calls without operands (zeros, masks) are copied into each part that reads
 them.
 """
 # FX types a node's arguments as a union of everything an argument can be.
@@ -65,23 +66,24 @@ def must_run(node: Node) -> bool:
     return node.op == "call_function" and not is_collective(node.target) and not is_recomputable(node)
 
 
-def split_at_markers(gm: GraphModule) -> LoopSplit:
-    return _LoopSplitter(gm).run()
+def split_at_markers(gm: GraphModule, forward_outputs: int) -> LoopSplit:
+    return _LoopSplitter(gm, forward_outputs).run()
 
 
 class _LoopSplitter:
-    """part, late: for every node, its part and whether it depends on a tangent. constants: calls without operands."""
+    """part, late: for every node, its part and whether it waits for backward. constants: calls without operands."""
 
-    def __init__(self, gm: GraphModule):
+    def __init__(self, gm: GraphModule, forward_outputs: int):
         self.gm = gm
+        self.returned = list(gm.graph.output_node().args[0])
+        needed = _needed([x for x in self.returned[:forward_outputs] if isinstance(x, Node)])
         self.part: dict[Node, LoopPart] = {}
         self.late: dict[Node, bool] = {}
         for node in gm.graph.nodes:
-            self.late[node] = any(self.late[x] for x in node.all_input_nodes) or (
-                node.op == "placeholder" and node.name.startswith("tangents"))
+            self.late[node] = (any(self.late[x] for x in node.all_input_nodes)
+                               or node.op == "placeholder" and node.name.startswith("tangents")
+                               or node.target in COLLECTS and node not in needed)
             self.part[node] = self._part(node)
-        self.output = gm.graph.output_node()
-        self.returned = list(self.output.args[0])
         self.constants: set[Node] = set()
         for node in gm.graph.nodes:
             if (node.op == "call_function" and self.part[node] is LoopPart.BEFORE and is_recomputable(node)

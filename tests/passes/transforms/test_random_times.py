@@ -70,7 +70,7 @@ def check(prepared: Prepared, times: MicrobatchPlacement, sizes: tuple[int, ...]
     for place in groups:
         gm = copy_graph(prepared.annotated.gm)
         to_microbatches(decision, place, prepared.forward_outputs, (), asks=seed == 1)(gm)
-        loops.append(split_at_markers(gm))
+        loops.append(split_at_markers(gm, prepared.forward_outputs))
         inputs.append({name: cut(x, by_name[name], decision.inputs[by_name[name].index], place) if name in by_name else x
                        for name, x in values.items()})
     torch.manual_seed(1)
