@@ -57,7 +57,7 @@ def outcome(plan: Any) -> dict[str, Any]:
 
 def one(model: torch.nn.Module, batch: Any, cluster: str, options: dict[str, Any]) -> dict[str, Any]:
     options = {"gap": 0.0, "time_limit": 120.0, "costs": "roofline", **options}
-    budget = options.pop("memory_budget", None)
+    budget = options.pop("memory_budget") if isinstance(options.get("memory_budget"), float) else None
     try:
         found = hpml_compiler.plan(model, batch, cluster, **options)
         if budget is not None:

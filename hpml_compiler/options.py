@@ -91,6 +91,9 @@ class Options(BaseModel):
     compile_blocks: Literal["auto", "on", "off"] = Field(
         "auto", description="regional compilation: equal blocks of a graph, such as layers of a model, are compiled once and "
         'called for each; "auto": where these calls take less than 1 % of the predicted step, on CPUs and with several ranks')
+    outputs: Literal["auto", "whole"] = Field(
+        "auto", description='outputs of the model besides the loss, such as logits: "auto" keeps them sharded until they are '
+        'read, and on one device computes large ones when they are first read; "whole" returns them as eager code does')
     passes: Names = Field(
         (), description='names of registered passes, such as "my_pass", run in this order on each traced graph before it is '
         "analyzed; see the guide on writing a pass")
@@ -185,6 +188,11 @@ class Options(BaseModel):
     def stage_ranks(self) -> int:
         """Number of pipeline ranks: the size of the mesh axis pp."""
         return (self.mesh or {}).get("pp", 1)
+
+    @property
+    def shards_outputs(self) -> bool:
+        """True if outputs besides the loss may stay sharded."""
+        return self.outputs == "auto"
 
     @property
     def schedule_name(self) -> ScheduleName:

@@ -18,8 +18,6 @@ from hpml_compiler.runtime.process.compute_device import init_device
 from hpml_compiler.runtime.process.gc_pause import gc_paused
 from hpml_compiler.runtime.process.live_objects import one_scan
 from hpml_compiler.runtime.process.world_group import ensure_process_group
-from hpml_compiler.runtime.program.second_derivatives import without_second_derivatives
-from hpml_compiler.runtime.program.undefined_gradients import with_undefined_gradients
 from hpml_compiler.runtime.watchdog import heartbeat
 from hpml_compiler.runtime.watchdog.activity_scope import activity
 from hpml_compiler.session import session
@@ -40,8 +38,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     options = options.with_plan(world)
     warn_of_reentrant_checkpoints(gm, example_inputs)
     if world == 1:
-        call = with_undefined_gradients(gm, example_inputs)(compile_single_device(gm, example_inputs, options))
-        return without_second_derivatives(call)
+        return compile_single_device(gm, example_inputs, options)
     refuse_other_wrappers(example_inputs)
     heartbeat.start()
     with activity(f"compiling graph_{len(session.current().graphs)}"):

@@ -1,6 +1,7 @@
 """Compile one Dynamo graph for one device: by inductor itself, or by hpml for a memory budget, microbatches or blocks."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,12 @@ from hpml_compiler.compile.inputs.unsupported_graphs import check_supported
 from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.lower.inductor_cache_dir import check_cache_dir
 from hpml_compiler.compile.lower.lowering import boxed
+from hpml_compiler.compile.wrapper.deferred_outputs import Compile, with_deferred_outputs
 from hpml_compiler.options import Options
 from hpml_compiler.runtime.install.unwrap_inputs import copy_for_set_data
 from hpml_compiler.runtime.optimizer.optimizer_offload import offload_state, watch_steps
+from hpml_compiler.runtime.program.second_derivatives import without_second_derivatives
+from hpml_compiler.runtime.program.undefined_gradients import with_undefined_gradients
 from passes import compat
 
 
@@ -25,10 +29,22 @@ def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], option
     ours = options.chooses_saved or options.microbatches > 1 or options.compile_blocks == "on"
     if (ours and torch.is_grad_enabled()) or options.passes:
         check_supported(gm)
-        return GraphCompiler(gm, example_inputs, options).compile()
-    if options.compiler == "inductor":
-        with compile_phase("compile", "compiling with inductor", {}), check_cache_dir():
-            return compat.inductor_whole(gm, example_inputs, check_cache_dir)
+        return _with_gradients_as_eager(lambda *graph: GraphCompiler(*graph, options=options).compile(), gm, example_inputs)
+    compile_ = functools.partial(_with_gradients_as_eager, _by_inductor if options.compiler == "inductor" else _by_eager)
+    return compile_(gm, example_inputs) if options.outputs == "whole" else with_deferred_outputs(gm, example_inputs, compile_)
+
+
+def _with_gradients_as_eager(compile_: Compile, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    around = with_undefined_gradients(gm, example_inputs)  # first: compiling may change the graph
+    return without_second_derivatives(around(compile_(gm, example_inputs)))
+
+
+def _by_inductor(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    with compile_phase("compile", "compiling with inductor", {}), check_cache_dir():
+        return compat.inductor_whole(gm, example_inputs, check_cache_dir)
+
+
+def _by_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     copy_for_set_data(gm)
     compiler = lambda graph, _: boxed(graph.forward)  # noqa: E731
     return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(gm, example_inputs)

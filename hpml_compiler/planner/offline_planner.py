@@ -97,7 +97,8 @@ class OfflinePlanner:
                                                 leaves=False),
             traced.forward_outputs, self.options, self.cluster, allowance, count, traced, folded=folded)
         if count > 1 and folded is None:
-            step = replace(step, analyze_full=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs))
+            step = replace(step, analyze_full=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs,
+                                                               leaves=self.options.shards_outputs))
         if not self.options.chooses_saved:
             return step
         sharing = self._sharing(step)
@@ -136,7 +137,8 @@ class OfflinePlanner:
             traced = step.traced
             assert traced is not None, "all graphs were traced"
             return decide_unpipelined(
-                replace(step, analyze=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs)), self.ranks)
+                replace(step, analyze=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs,
+                                                       leaves=self.options.shards_outputs)), self.ranks)
 
     def _sharing(self, step: StepProblem) -> StepContext:
         """Step context of a graph after the graphs planned before it."""

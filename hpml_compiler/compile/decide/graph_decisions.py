@@ -90,7 +90,8 @@ class GraphDecisions(DecidedGraph):
     def analyze(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> AnalyzedGraph:
         """The graph, analyzed for planning, after a check that all ranks have the same graph."""
         with self.entry.doing("annotate", "annotating"):
-            annotated = self.inputs.annotate(gm, forward_outputs, microbatches, leaves=self.stages is None)
+            annotated = self.inputs.annotate(gm, forward_outputs, microbatches,
+                                             self.stages is None and self.options.shards_outputs)
         with compat.outside_tracing():
             require_all_ranks("compiling a graph", CALLING, every=0)
         same_graph(annotated.text)

@@ -13,7 +13,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from passes.compat.aot.decomposition_tables import without_wrong_decompositions
 from passes.compat.aot.lazy_graphs import lazy_graph_modules
@@ -232,3 +232,17 @@ def data_classes() -> list[type]:
     placements = [getattr(placement_types, name) for name in ("Shard", "Replicate", "Partial", "_StridedShard")
                   if hasattr(placement_types, name)]
     return [immutable_list, immutable_dict, *described, *placements]
+
+
+class _Effects(TorchDispatchMode):
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def has_effects(function: Callable[[], Any]) -> tuple[Any, bool]:
+    """The result of a function, and whether it calls an operator that writes to a tensor or draws random numbers."""
+    with _Effects() as effects:
+        return function(), effects.found

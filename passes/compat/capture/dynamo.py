@@ -193,6 +193,21 @@ def trace_as(kind: type) -> None:
     _let_inner_graphs_read(bare)
 
 
+@functools.cache
+def trace_after(kind: type, prepare: Callable[[Any], None]) -> None:
+    """Let Dynamo prepare a tensor of this class before it traces a function that takes it."""
+    def preparing(wrap: Any) -> Any:
+        @functools.wraps(wrap)
+        def wrap_prepared(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(value, kind):
+                prepare(value)
+            return wrap(self, value, *args, **kwargs)
+
+        return wrap_prepared
+
+    replace_for_good({"VariableBuilder._wrap": preparing})
+
+
 def _let_inner_graphs_read(kind: type) -> None:
     """Up to torch 2.12 Dynamo stops where a graph inside an operator, such as a branch of `torch.cond`, reads a DTensor.
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -55,6 +56,29 @@ def convert_before_vmap(convert: Callable[[Any], Any]) -> None:
 def inside_backward() -> bool:
     """True if autograd runs a backward in this thread: possibly one of its own, for which the script's thread waits."""
     return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call back when the backward that runs in this thread has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.cache
+def watch_parameter_data(notice: Callable[[torch.Tensor], None]) -> bool:
+    """Call `notice` before each use of a parameter's `.data`, for the rest of the process. Returns False if that is not
+    possible with this torch."""
+    def noticing(data: Any) -> Any:
+        def get(parameter: torch.Tensor) -> torch.Tensor:
+            notice(parameter)
+            return data.__get__(parameter)
+
+        def assign(parameter: torch.Tensor, value: torch.Tensor) -> None:
+            notice(parameter)
+            data.__set__(parameter, value)
+
+        return property(get, assign)
+
+    return replace_for_good({"Parameter.data": noticing})
 
 
 def running_node() -> Any:

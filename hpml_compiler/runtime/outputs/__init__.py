@@ -1,0 +1,1 @@
+"""Outputs of compiled graphs that are computed when the script reads them."""

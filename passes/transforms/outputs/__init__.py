@@ -1,0 +1,1 @@
+"""Transforms of what a graph returns."""
