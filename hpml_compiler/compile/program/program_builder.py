@@ -38,7 +38,7 @@ def step_interface(marked: GraphModule, loop: PrologueEpilogue, microbatches: in
     values = {node.name: node.meta.get("val") for node in marked.graph.nodes}
     results = tuple(None if node is None else node.meta["val"] for node in returned_nodes(marked))
     loss = loss_of(marked)
-    again = rerun_state_of(marked, loss, written, others)
+    again = rerun_state_of(marked, loss, forward_outputs, written, others)
     if loss is None:
         saved = [*(values[name] for name in saved_for_backward(loop, forward_outputs)), *in_loop]
     else:

@@ -1,8 +1,9 @@
 """Microbatched step whose loss is inside the graph: forward runs forward and backward, and backward returns the gradients.
 
 Gradients are linear in the loss's tangent: forward uses the tangent of the previous backward, and backward scales the gradients
-to the one that arrives. In two cases that is not enough, and backward reruns the step with all tangents that have arrived:
-low-precision gradients, whose range depends on the loss scale, and gradients at other outputs than the loss.
+to the one that arrives. In three cases that is not enough, and backward reruns the step with all tangents that have arrived:
+low-precision gradients, whose range depends on the loss scale; gradients at other outputs than the loss; and a backward that is
+not linear, as one that clips gradients.
 """
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ are not scaled down but recomputed: they may have overflowed."""
 class RerunState:
     """State for rerunning a step. names: the graph's inputs, without `numbers`, which are the same at every call; written:
     those that are mutated after forward; uses_rng: whether the step draws random numbers; device: on which. narrow: whether it
-    has low-precision numbers. full_loop: makes a loop that takes gradients at all outputs; None where that is not possible."""
+    has low-precision numbers. linear: whether gradients are linear in the loss's tangent. full_loop: makes a loop that takes
+    gradients at all outputs; None where that is not possible."""
 
     names: tuple[str, ...]
     numbers: Mapping[str, Any]
@@ -37,6 +39,7 @@ class RerunState:
     uses_rng: bool
     device: torch.device
     narrow: bool
+    linear: bool
     full_loop: Callable[[], MicrobatchLoop] | None = None
 
     def keep(self, values: Mapping[str, Any]) -> list[Any]:
@@ -123,7 +126,9 @@ class FusedForwardBackward:
         """True if the step must be rerun, since the gradients of forward are missing or cannot be scaled."""
         if self.rerun is None or value == before:
             return False
-        return math.isnan(before) or (self.rerun.narrow and not 1 <= value / before <= FEW_BITS_LOST)
+        if math.isnan(before) or not self.rerun.linear:
+            return True
+        return self.rerun.narrow and not 1 <= value / before <= FEW_BITS_LOST
 
     def _whole(self) -> MicrobatchLoop:
         if self.full_loop is None:

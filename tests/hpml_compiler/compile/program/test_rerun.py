@@ -67,6 +67,54 @@ def test_a_scale_that_overflows_is_no_loss_where_the_next_does_not():
     assert found == [False, True]
 
 
+class Clipped(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x * 1)
+    backward = staticmethod(lambda ctx, gradient: gradient.clamp(-0.01, 0.01))
+
+
+class Constant(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x * 1)
+    backward = staticmethod(lambda ctx, gradient: torch.full_like(gradient, 0.01))
+
+
+def hooked(x):
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient.sign() * 0.01)
+    return x
+
+
+class Nonlinear(nn.Module):
+    """The backward of `between` is not linear in the gradient that it gets."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(8, 8).double(), nn.Linear(8, 8).double(), between
+
+    def forward(self, x):
+        return self.last(F.dropout(self.between(self.first(x).tanh()), 0.3)).square().mean()
+
+
+def unscaled(rank, options):
+    x = torch.randn(ROWS, 8, dtype=torch.float64)
+    for between in (Clipped.apply, Constant.apply, hooked):
+        fresh()
+        torch.manual_seed(0)
+        ours = Nonlinear(between)
+        theirs = copy.deepcopy(ours)
+        call = torch.compile(ours, backend="hpml", options={"microbatches": 2, "compiler": "eager", **options})
+        for scale in (3.0, 3.0, 0.5, 0.0):
+            expected = gradients(theirs, theirs, x, scale)
+            torch.testing.assert_close(gradients(ours, call, x, scale), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_that_are_not_linear_in_that_of_the_loss():
+    unscaled(0, {})
+
+
+def test_gradients_that_are_not_linear_in_a_pipeline(launch):
+    launch(unscaled, 2, ({"mesh": {"pp": 2}},))
+
+
 class TwoOutputs(nn.Module):
     """A loss, and features that a script may do something with; a buffer that changes, and dropout."""
 
