@@ -17,7 +17,8 @@ from passes.transforms.microbatch.loop_markers import COLLECTS, ENTERS
 
 aten = torch.ops.aten
 _ZEROS = frozenset((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default))
-_FULL = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0, aten.new_full.default: 2}
+_FULL: dict[Any, int] = {
+    aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0, aten.new_full.default: 2}
 """Operators that fill a tensor with a number, and its place among their arguments."""
 
 
