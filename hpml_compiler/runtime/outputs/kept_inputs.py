@@ -26,7 +26,7 @@ class _Living(WeakSet["KeptInputs"]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hook = register_optimizer_step_pre_hook(lambda *_: copy_all())
+        self.hook = register_optimizer_step_pre_hook(_before_step)
 
     def close(self) -> None:
         self.hook.remove()
@@ -37,10 +37,10 @@ def can_be_watched() -> bool:
     return compat.watch_parameter_data(_before_data)
 
 
-def copy_all() -> None:
-    """Copy the inputs of all living outputs: something may change them now."""
-    for kept in list(state_of(_Living)):
-        kept.copy()
+def _before_step(*_: Any) -> None:
+    if not torch.compiler.is_compiling():  # a compiled step runs after backward, at whose end copies were made
+        for kept in list(state_of(_Living)):
+            kept.copy()
 
 
 def _before_data(parameter: torch.Tensor) -> None:
@@ -114,7 +114,11 @@ class KeptInputs:
             for kept in living:
                 kept.copy()
 
-        return lambda *_: compat.after_backward(after)
+        def before(*_: Any) -> None:
+            if not torch.compiler.is_compiling():  # compiled autograd traces this: an optimizer's step copies then
+                compat.after_backward(after)
+
+        return before
 
     def copy(self) -> None:
         for each in self._inputs():

@@ -168,9 +168,10 @@ class _CallHooks:
 
     def before(self, arriving: Sequence[Any]) -> None:
         """Add the post-hook only where it is needed: it keeps all incoming gradients alive until it is called."""
-        if not self.follows and self.missing.drops(_arrived(arriving)) is not False:
+        node = compat.running_node()  # None while compiled autograd traces: there, zeros stay
+        if node is not None and not self.follows and self.missing.drops(_arrived(arriving)) is not False:
             self.follows = True
-            compat.running_node().register_hook(self.after)
+            node.register_hook(self.after)
 
     def after(self, gradients: Sequence[Any], arriving: Sequence[Any]) -> tuple[Any, ...] | None:
         arrived = _arrived(arriving)

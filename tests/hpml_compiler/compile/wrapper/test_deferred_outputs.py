@@ -249,6 +249,26 @@ def given_to_a_compiled_function(loop):
     return values
 
 
+def with_a_compiled_step(loop):
+    optimizer, values = torch.optim.SGD(loop.model.parameters(), lr=0.1), []
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for k in range(3):
+        values.append(loop.forward(1.0 + k))
+        values[-1].loss.backward()
+        step()
+    return [found.logits for found in values]
+
+
+def by_compiled_autograd(loop):
+    values = []
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        for k in range(3):
+            values.append(loop.forward(1.0 + k))
+            torch.compile(lambda loss: loss.backward(), backend="eager")(values[-1].loss)
+            loop.optimizer.step()
+    return [found.logits for found in values]
+
+
 def weakly_referenced(loop):
     found = loop.forward()
     reference = weakref.ref(found.logits)
@@ -279,7 +299,7 @@ def of_many_sizes(loop):
 SCENES = (unread, at_once, after_backward, after_step, after_next_forward, changed_by_hand, changed_through_data,
           without_backward, of_many_sizes, in_threads, pickled, collected, in_other_modes, as_an_object, gradient_arrives,
           gradients_in_turn, backward_again, asked_gradients, changed_in_place, scaled, given_to_a_compiled_function,
-          weakly_referenced, read_in_every_call)
+          with_a_compiled_step, by_compiled_autograd, weakly_referenced, read_in_every_call)
 
 
 @pytest.fixture(autouse=True)
@@ -304,7 +324,7 @@ def seen(scene: Any, kind: str, wrap: Any) -> list[Any]:
 
 def assert_same(actual: list[Any], expected: list[Any], scene: Any) -> None:
     """Bit for bit, but where two gradients are added in another order."""
-    adds = scene in (gradient_arrives, given_to_a_compiled_function)
+    adds = scene in (gradient_arrives, given_to_a_compiled_function, with_a_compiled_step)
     torch.testing.assert_close(actual, expected, rtol=1e-5 if adds else 0, atol=1e-9 if adds else 0)
 
 
