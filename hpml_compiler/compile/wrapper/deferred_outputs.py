@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -32,9 +32,9 @@ def with_deferred_outputs(gm: GraphModule, given: Sequence[Any], compile_: Compi
     plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in given if isinstance(x, torch.Tensor))
     if not plain or not torch.is_grad_enabled() or compat.ends_in_a_break(gm):
         return compile_(gm, given)
-    split = split_outputs(gm) if can_be_watched() else None
-    if split is None:
-        return compile_(gm, given)
+    split = split_outputs(gm)
+    if split is None or not can_be_watched():
+        return compile_(gm if split is None else split.whole, given)
     compat.trace_after(DeferredOutput, DeferredOutput.read)
     start = time.perf_counter()
     first = compile_(gm, given)
@@ -69,17 +69,19 @@ class _DeferringGraph:
         results = list(self.first(*arguments))
         count = len(results) - self.split.sources
         sources, results = results[count:], results[:count]
-        outputs = self._outputs(sources, [arguments[k] for k in self.split.takes])
+        nodes = {x.grad_fn for x in (*results, *sources) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+        outputs = self._outputs(sources, [arguments[k] for k in self.split.takes], nodes)
         for position, place in self.split.places:
             results.insert(position, outputs[place])
         return results
 
-    def _outputs(self, sources: Sequence[torch.Tensor], arguments: Sequence[Any]) -> Sequence[torch.Tensor]:
+    def _outputs(self, sources: Sequence[torch.Tensor], arguments: Sequence[Any], nodes: Iterable[Any],
+                 ) -> Sequence[torch.Tensor]:
         if compat.inside_transform():
             return self._compute(sources, arguments)
         self.last_deferred = number = self.calls
         kept = KeptInputs(arguments, self.copies, self.what)
-        for node in {x.grad_fn for x in sources if x.grad_fn is not None}:
+        for node in nodes:
             node.register_prehook(kept.copy_after_backward())
 
         def compute() -> Sequence[torch.Tensor]:

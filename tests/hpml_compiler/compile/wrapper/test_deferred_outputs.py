@@ -336,7 +336,8 @@ def test_outputs_are_those_of_eager(scene):
 
 
 @pytest.mark.parametrize("kind", ["capped", "two", "dropout", "frozen", "twice"])
-@pytest.mark.parametrize("scene", [unread, after_step, gradient_arrives, backward_again, collected], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("scene", [unread, after_step, changed_by_hand, gradient_arrives, backward_again, collected],
+                         ids=lambda s: s.__name__)
 def test_in_every_kind_of_head(kind, scene):
     expected, actual = seen(scene, kind, lambda model: model), seen(scene, kind, compiled)
 
