@@ -8,7 +8,13 @@ from torch.fx import GraphModule
 
 from hpml_compiler.integrations import ddp_fsdp_guard
 from hpml_compiler.runtime.install import uncompiled_models
-from passes.compat import allow_scalar_mutation, drop_unread_function_outputs, original_inputs
+from passes.compat import (
+    allow_scalar_mutation,
+    compiled_module_type,
+    drop_unread_function_outputs,
+    log_once_while_tracing,
+    original_inputs,
+)
 from passes.errors import BadInput
 from passes.session_state import state_of
 
@@ -27,6 +33,7 @@ def hpml(
 
     uncompiled_models.graph_came()
     allow_scalar_mutation()
+    log_once_while_tracing()
     if mode not in (None, "default"):
         raise BadInput(f"mode={mode!r} is not supported", where="torch.compile",
                        next_step="leave it out; hpml does not expose inductor's modes")
@@ -36,3 +43,5 @@ def hpml(
 
 # Torch loads this module inside torch.compile, before it makes the compiled module.
 ddp_fsdp_guard.watch()
+if compiled_module_type() is not None:  # else this module was imported before Dynamo
+    log_once_while_tracing()

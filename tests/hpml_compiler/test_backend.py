@@ -1,6 +1,8 @@
 """Scripts -> messages of the backend."""
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from hpml_compiler.runtime.install import uncompiled_models
 from passes.errors import BadInput
 from passes.session_state import state
 
+LIBRARY = logging.getLogger("some.library")
 SCRIPT = """
 import torch
 torch._dynamo.config.allow_rnn = {allow}
@@ -126,6 +129,34 @@ def test_of_functions_it_is_said_at_the_first_step(how, monkeypatch, caplog):
         optimizer.step()
     (said,) = (each.getMessage() for each in caplog.records if each.name == "hpml")
     assert "is not compiled and runs in full on every rank" in said and "sparse" in said
+
+
+class Talking(nn.Module):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.layer, self.text = nn.Linear(4, 4), text
+
+    def forward(self, x):
+        x = self.layer(x)
+        LIBRARY.warning_once(self.text.format(x.shape[0]))
+        return x.sum()
+
+
+@functools.lru_cache(None)
+def warning_once(logger, text):
+    logger.warning(text)
+
+
+def test_messages_that_a_library_logs_once_do_not_break_the_graph(monkeypatch, caplog):
+    monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
+    warning_once.cache_clear()
+    torch._dynamo.reset()
+    call = torch.compile(Talking("labels are missing, {} rows"), backend="hpml", fullgraph=True, options={"compiler": "eager"})
+
+    for rows in (2, 2, 3):
+        call(torch.ones(rows, 4)).backward()
+
+    assert [r.getMessage() for r in caplog.records if r.name == "some.library"][:1] == ["labels are missing, 2 rows"]
 
 
 def test_public_names_are_listed():

@@ -16,6 +16,9 @@ from torch._higher_order_ops import utils as inner_graphs
 
 from passes.compat.patching.patches import replace_for_good
 
+LOG_ONCE = ("warning_once", "info_once")
+"""Methods that libraries add to loggers, as transformers does."""
+
 
 @contextlib.contextmanager
 def quiet_dynamo() -> Any:
@@ -25,7 +28,7 @@ def quiet_dynamo() -> Any:
     import torch._dynamo.config as config
 
     functions = set(config.ignore_logging_functions) | {
-        function for name in ("warning_once", "info_once")
+        function for name in LOG_ONCE
         if (function := getattr(logging.Logger, name, None)) is not None
     }
     fakes = logging.getLogger("torch._subclasses.fake_tensor")
@@ -36,6 +39,30 @@ def quiet_dynamo() -> Any:
             yield
     finally:
         fakes.setLevel(level)
+
+
+@functools.cache
+def log_once_while_tracing() -> None:
+    """For the rest of the process, messages that a library logs once are logged when Dynamo traces the call, and do not break
+    the graph. Not if they are made of values that are not known then."""
+    def instead_of(call_method: Any) -> Any:
+        from torch._dynamo.variables import ConstantVariable
+
+        @functools.wraps(call_method)
+        def log_now(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name not in LOG_ONCE:
+                return call_method(self, tx, name, args, kwargs)
+            try:
+                constants = [each.as_python_constant() for each in args]
+                named = {key: each.as_python_constant() for key, each in kwargs.items()}
+            except NotImplementedError:
+                return call_method(self, tx, name, args, kwargs)
+            getattr(self.value, name)(*constants, **named)
+            return ConstantVariable.create(None)
+
+        return log_now
+
+    replace_for_good({"LoggingLoggerVariable.call_method": instead_of})
 
 
 @functools.cache

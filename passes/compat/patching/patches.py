@@ -110,6 +110,8 @@ PATCHES = {patch.name: patch for patch in (
           "fakes of placed tensors are of their class", "views of placed tensors break the graph"),
     Patch("torch._dynamo.variables.builder:VariableBuilder._wrap", ("self", "value"),
           "compiled functions take outputs that are not computed yet", "such an output in a compiled function raises an error"),
+    Patch("torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", ("self", "tx", "name", "args", "kwargs"),
+          "messages that a library logs once do not break the graph", "such a message breaks the graph"),
     Patch("torch.nn:Parameter.data", (), "writes through `.data` to a parameter that a deferred output needs are noticed",
           "outputs of a model are computed in forward, also where nobody reads them"),
     Patch("torch._dynamo.variables.tensor:TensorVariable.method_attr_data", ("self", "tx"),
