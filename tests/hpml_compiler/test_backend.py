@@ -153,10 +153,10 @@ def test_messages_that_a_library_logs_once_do_not_break_the_graph(monkeypatch, c
     torch._dynamo.reset()
     call = torch.compile(Talking("labels are missing, {} rows"), backend="hpml", fullgraph=True, options={"compiler": "eager"})
 
-    for rows in (2, 2, 3):
-        call(torch.ones(rows, 4)).backward()
+    for _ in range(2):
+        call(torch.ones(2, 4)).backward()
 
-    assert [r.getMessage() for r in caplog.records if r.name == "some.library"][:1] == ["labels are missing, 2 rows"]
+    assert [r.getMessage() for r in caplog.records if r.name == "some.library"] == ["labels are missing, 2 rows"]
 
 
 def test_public_names_are_listed():
