@@ -9,6 +9,7 @@ import multiprocessing.forkserver
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -152,6 +153,7 @@ def _rank_main(folder: str, work: bytes, environment: dict[str, str], init: bool
         outcome = pickle.dumps((True, fn(rank, *args)))
     except BaseException:
         outcome = pickle.dumps((False, traceback.format_exc()))
+    sys.stdout.flush()  # into the log, which is read as soon as there is a result
     partial = Path(folder, f"partial{rank}")
     partial.write_bytes(outcome)
     partial.rename(Path(folder, f"result{rank}"))

@@ -2,6 +2,7 @@
 
 Where a script reads them often, forward computes them again: once reading has taken as long as compiling the graph did, it is
 compiled a second time with all outputs. Now and then a call defers them all the same, to see whether they are still read.
+Where a compiled function takes them, forward computes them from the next call on.
 """
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def with_deferred_outputs(gm: GraphModule, given: Sequence[Any], compile_: Compi
     split = split_outputs(gm)
     if split is None or not can_be_watched():
         return compile_(gm if split is None else split.whole, given)
-    compat.trace_after(DeferredOutput, DeferredOutput.read)
+    compat.trace_after(DeferredOutput, DeferredOutput.read_by_dynamo)
     start = time.perf_counter()
     first = compile_(gm, given)
     fixed = not any(isinstance(x, torch.SymInt) for x in given)
@@ -57,12 +58,12 @@ class _DeferringGraph:
         self.left_s = WORTH * compile_s
         self.calls = self.last_deferred = self.last_read = 0
         self.whole: Call | None = None
+        self.stopped = False
 
     @compat.untraced
     def call(self, *arguments: Any) -> Any:
         self.calls += 1
-        if self.last_deferred == self.last_read > 0 and self.compile is not None and self.left_s <= 0 and (
-                self.calls % CALLS_UNTIL_CHECK):
+        if self.compile is not None and (self.stopped or self._is_worth_it()):
             if self.whole is None:
                 self.whole = self.compile(self.split.whole, arguments)
             return self.whole(*arguments)
@@ -75,9 +76,15 @@ class _DeferringGraph:
             results.insert(position, outputs[place])
         return results
 
+    def _is_worth_it(self) -> bool:
+        return self.last_deferred == self.last_read > 0 and self.left_s <= 0 and self.calls % CALLS_UNTIL_CHECK > 0
+
+    def stop(self) -> None:
+        self.stopped = True
+
     def _outputs(self, sources: Sequence[torch.Tensor], arguments: Sequence[Any], nodes: Iterable[Any],
                  ) -> Sequence[torch.Tensor]:
-        if compat.inside_transform():
+        if self.stopped or compat.inside_transform():
             return self._compute(sources, arguments)
         self.last_deferred = number = self.calls
         kept = KeptInputs(arguments, self.copies, self.what)
@@ -91,7 +98,7 @@ class _DeferringGraph:
             self.last_read = number
             return values
 
-        made = DeferredCall(compute)
+        made = DeferredCall(compute, self.stop)
         shaped = self._of_sizes(sources, arguments)
         return [DeferredOutput(like, x.shape, x.stride(), made, k)
                 for k, (like, x) in enumerate(zip(self.like, shaped, strict=True))]

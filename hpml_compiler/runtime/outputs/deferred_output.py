@@ -25,10 +25,12 @@ _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16
 
 class DeferredCall:
     """Outputs of one call that are not computed yet. compute: returns them, under autograd, and raises an error if what it
-    needs has changed. Threads that read at the same time compute once."""
+    needs has changed. stop: called where outputs of later calls should be computed at once. Threads that read at the same time
+    compute once."""
 
-    def __init__(self, compute: Callable[[], Sequence[torch.Tensor]]) -> None:
+    def __init__(self, compute: Callable[[], Sequence[torch.Tensor]], stop: Callable[[], None]) -> None:
         self._compute: Callable[[], Sequence[torch.Tensor]] | None = compute
+        self.stop = stop
         self._lock = threading.Lock()
         self._values: list[Any] = []
         self._shared: list[torch.Tensor] = []
@@ -72,6 +74,12 @@ class DeferredOutput(torch.Tensor):
             torch.utils.swap_tensors(self, value)
         except RuntimeError:
             self.value = value
+
+    def read_by_dynamo(self) -> None:
+        """Read the output for a compiled function. Dynamo compiles a function again for a tensor of another class, so later
+        calls of the model return plain tensors."""
+        self.call.stop()
+        self.read()
 
     @classmethod
     @compat.untraced

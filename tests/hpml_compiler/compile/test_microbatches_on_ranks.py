@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from tests.helpers.collectives import collectives_of
 from tests.helpers.frozen import fresh
 from tests.passes.traced import mlp, transformer
 
@@ -111,10 +112,8 @@ def reductions(rank: int, options: dict[str, Any]) -> dict[int, Counter[str]]:
         call = torch.compile(model, backend="hpml", options=options | {"microbatches": microbatches, "compiler": "eager",
                                                                        "monitor": False})
         call(*batch).backward()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            call(*batch).backward()
-        found[microbatches] = Counter({event.key.split("::")[1]: event.count for event in profile.key_averages()
-                                       if "c10d_functional" in event.key and "reduce" in event.key})
+        calls = collectives_of(lambda call=call, batch=batch: call(*batch).backward())
+        found[microbatches] = Counter({name: count for name, count in calls.items() if "reduce" in name})
     return found
 
 

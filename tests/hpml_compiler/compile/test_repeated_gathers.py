@@ -1,7 +1,6 @@
 """Gathers and reductions of parameters, once for a microbatch loop or in each microbatch -> the numbers of one device."""
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.session import session
 from passes.hardware.cluster import Cluster
+from tests.helpers.collectives import collectives_of
 from tests.helpers.frozen import fresh
 from tests.helpers.peaks import least_peak
 from tests.hpml_compiler.compile.test_zero import Block
@@ -85,10 +85,7 @@ def run(rank: int, cases: dict[str, dict[str, Any]], measured: tuple[str, ...],
             options["plan"] = plans[options["plan"]]
         call = torch.compile(model, backend="hpml", options=OPTIONS | options)
         numbers, peak = train(model, call, name in measured)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            loss_of(call).backward()
-        calls = Counter({event.key.split("::")[1]: event.count for event in profile.key_averages()
-                         if "c10d_functional" in event.key})
+        calls = collectives_of(lambda call=call: loss_of(call).backward())
         plan = plans[name] = session.last_plan()
         said, predicted = plan.step_graphs[0].microbatches, plan.step_graphs[0].predicted
         assert said is not None and plan.peak is not None

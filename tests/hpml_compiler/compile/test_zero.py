@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.collectives import collectives_of
 from tests.helpers.frozen import fresh
 
 WIDTH, ROWS, BLOCKS, CALLS = 16, 8, 3, 2
@@ -61,11 +62,7 @@ def train(model: nn.Module, call: Any) -> tuple[list[float], list[torch.Tensor],
     for _ in range(3):
         step()
     whole = [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step()
-    seen = [event for event in profile.key_averages() if "c10d_functional" in event.key]
-    calls = Counter({event.key.split("::")[1]: event.count for event in seen})
-    return losses[: 3 * CALLS], whole, calls
+    return losses[: 3 * CALLS], whole, collectives_of(step)
 
 
 def at_levels(rank: int, cases: dict[str, dict[str, Any]]) -> dict[str, tuple[float, Counter[str]]]:

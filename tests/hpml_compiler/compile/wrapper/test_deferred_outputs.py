@@ -380,6 +380,23 @@ def test_outputs_that_are_read_in_each_call_are_computed_in_forward(monkeypatch)
     assert kinds == [True, False, False, True, True, True, True, True]
 
 
+@pytest.mark.parametrize("rows", [(64, 64, 64, 64), (64, 48, 32, 40)], ids=["of_one_size", "of_many_sizes"])
+def test_a_compiled_function_that_takes_outputs_is_not_compiled_again(rows, monkeypatch):
+    monkeypatch.setattr(wrapper, "WORTH", 1e9)
+    monkeypatch.setattr(wrapper, "CALLS_UNTIL_CHECK", 2)
+    model = Net()
+    call, kinds = compiled(model), []
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    reader = torch.compile(lambda logits: logits.sin().sum(), backend=counter, dynamic=True)
+
+    for size in rows:
+        found = call(X[:size], Y[:size])
+        kinds.append(type(found.logits) is DeferredOutput)
+        assert torch.equal(reader(found.logits), found.logits.sin().sum())
+
+    assert kinds[0] and not any(kinds[2:]) and counter.frame_count <= len(set(rows[:2]))  # Dynamo compiles the model twice
+
+
 @pytest.mark.parametrize("kind", ["dropout_after", "small", "in_place", "no_loss"])
 def test_outputs_that_stay(kind, monkeypatch):
     class Other(Net):
