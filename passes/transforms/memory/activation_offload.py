@@ -59,9 +59,6 @@ class _OffloadRewrite:
         readers = sorted((x for x in node.users if _in_backward(x)), key=self.place.__getitem__)
         if not readers:
             return  # values to be recomputed from it are saved, too
-        if self.graph.output_node() in node.users:
-            raise HpmlError(f"{node.name} is returned, so nothing is gained by offloading it", "offload",
-                            "this is a bug in the checkpointing pass")
         last = self.last_read.get(memory_of(node), node)
         start = self._before(node.next, node)(OFFLOAD_START, node, list(value.stride()), self.folder)
         after = start if last is node else last

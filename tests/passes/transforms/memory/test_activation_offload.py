@@ -20,11 +20,16 @@ def phase(node: fx.Node) -> str:
     return node.meta.get("partitioner_tag", "")
 
 
-def split(offloaded: int) -> tuple[fx.GraphModule, fx.GraphModule, int]:
-    """Forward and backward where all is kept, and the first so many offloaded; how many outputs are forward's."""
+def split(offloaded: int, returned: bool = False) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+    """Forward and backward where all is kept, and the first so many offloaded; how many outputs are forward's. returned: the
+    first is one of them, as a value that a pipeline stage sends on."""
     gm, forward_outputs, names = traced(Residual())
-    read = [node.name for node in gm.graph.nodes if node.name in names and "is_backward" in map(phase, node.users)]
-    some = frozenset(read[:offloaded])
+    read = [node for node in gm.graph.nodes if node.name in names and "is_backward" in map(phase, node.users)]
+    some = frozenset(node.name for node in read[:offloaded])
+    if returned:
+        output = gm.graph.output_node()
+        output.args = ((read[0], *output.args[0]),)
+        forward_outputs += 1
     rematerializing(CheckpointDecision(frozenset(names), 0, 0.0, 0, 0, 0, float("inf"), 0.0, some))(gm)
     return *compat.split_by_tags(gm, forward_outputs), forward_outputs
 
@@ -44,6 +49,17 @@ def test_whatever_is_offloaded_the_gradients_are_the_same(offloaded):
     expected = run(gm, given)
     forward, backward, outputs = split(offloaded)
     for ours, theirs in zip(both(forward, backward, outputs, given), expected, strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+
+
+def test_a_value_that_is_returned_can_be_offloaded():
+    gm, _, _ = traced(Residual())
+    given = inputs_of(gm)
+    expected = run(gm, given)
+    forward, backward, outputs = split(1, returned=True)
+    results = both(forward, backward, outputs, given)
+    assert results[0].numel() > 1
+    for ours, theirs in zip(results[1:], expected, strict=True):
         assert ours is theirs is None or torch.equal(ours, theirs)
 
 
