@@ -29,6 +29,7 @@ def split(offloaded: int, returned: bool = False) -> tuple[fx.GraphModule, fx.Gr
     if returned:
         output = gm.graph.output_node()
         output.args = ((read[0], *output.args[0]),)
+        output.meta["desc"] = [output.meta["desc"][0], *output.meta["desc"]]  # torch's partitioner counts by these
         forward_outputs += 1
     rematerializing(CheckpointDecision(frozenset(names), 0, 0.0, 0, 0, 0, float("inf"), 0.0, some))(gm)
     return *compat.split_by_tags(gm, forward_outputs), forward_outputs
