@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from passes.cost_model.cost_terms import Prices, price
 from passes.errors import BadInput
-from passes.graph.layouts import Layout, format_layout, local_bytes, may_stay_sharded
+from passes.graph.layouts import Layout, format_layout, legal, local_bytes, may_stay_sharded, parse_layout
 from passes.graph.placement_graph import Value
 from passes.hardware.axis import Axes
 from passes.op_rules.base import REPLICATE
@@ -48,12 +48,13 @@ def entity_choice(cost: float, held: HeldBytes, inputs: tuple[Layout, ...], outp
 
 @dataclass
 class EntityDraft:
-    """An entity under construction, while its instances are counted."""
+    """An entity under construction, while its instances are counted. copied: the value that it is a copy of, if any."""
 
     name: str
     kind: str
     options: list[EntityChoice]
     multiplicity: int = 0
+    copied: Value | None = None
 
     def finished(self) -> Entity:
         return Entity(self.name, self.kind, self.multiplicity, tuple(o.choice for o in self.options))
@@ -206,7 +207,7 @@ class ProblemEntities:
             layouts = self.zero.kept(layouts, self.axes) if weight else layouts
             return EntityDraft(f"{role}:{value.name}", role, [
                 entity_choice(0.0, self.lifetimes.saved(local_bytes(value, p, self.axes) if held else 0.0), (p,), (p,))
-                for p in layouts])
+                for p in layouts], copied=value)
 
         return self._count((role, source, tuple(readers), value_signature(value), held), make)
 
@@ -220,9 +221,13 @@ class ProblemEntities:
         for draft in self.drafts:
             if draft.name not in pinned:
                 continue
-            kept = [o for o in draft.options if (o.choice.inputs, o.choice.outputs) == pinned[draft.name]]
+            inputs, outputs = pinned[draft.name]
+            kept = [o for o in draft.options if (o.choice.inputs, o.choice.outputs) == (inputs, outputs)]
+            if not kept and draft.copied is not None and inputs == outputs and len(inputs) == 1 and legal(
+                    draft.copied, parse_layout(inputs[0]), self.axes):
+                # Its ends are pinned, so that they offer fewer layouts than when the plan was made: any of these is on the way.
+                continue
             if not kept:
-                inputs, outputs = pinned[draft.name]
                 raise BadInput(
                     f"the plan wants {draft.name} to read {list(inputs)} and make {list(outputs)}, which it cannot",
                     where=draft.name, next_step="plan this model again, or take the entry out of the plan's decisions",

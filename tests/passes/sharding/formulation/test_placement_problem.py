@@ -116,6 +116,19 @@ def test_entities_of_a_training_step():
     assert len({e.name for e in built.problem.entities}) == len(built.problem.entities)
 
 
+def test_a_pinned_copy_whose_ends_do_not_offer_its_layout_stays_free():
+    graph, _ = training_step()
+    pinned, whole = {"kept:value_3": (("S(0)",), ("S(0)",))}, [lambda op, strategy: not strategy.splits]
+    (free,) = [e for e in problem(graph, rules=whole).problem.entities if e.kind == "kept"]
+    assert ("S(0)",) not in [c.outputs for c in free.choices]
+
+    found = [e for e in problem(graph, pinned=pinned, rules=whole).problem.entities if e.kind == "kept"]
+
+    assert found == [free]
+    with pytest.raises(BadInput, match="which it cannot"):
+        problem(graph, (3,), pinned=pinned, rules=whole)  # 3 does not divide 8 rows
+
+
 def test_the_state_model_and_frozen_parameters():
     graph, values = training_step()
     (w,) = [e for e in problem(graph, state=TrainingStateModel(0.5, 0.0)).problem.entities if e.kind == "parameter"]
