@@ -223,8 +223,9 @@ class ProblemEntities:
                 continue
             inputs, outputs = pinned[draft.name]
             kept = [o for o in draft.options if (o.choice.inputs, o.choice.outputs) == (inputs, outputs)]
-            if not kept and draft.copied is not None and inputs == outputs and len(inputs) == 1 and legal(
-                    draft.copied, parse_layout(inputs[0]), self.axes):
+            label = inputs[0] if inputs == outputs and len(inputs) == 1 else None
+            if not kept and draft.copied is not None and label is not None and legal(
+                    draft.copied, parse_layout(label), self.axes):
                 # Its ends are pinned, so that they offer fewer layouts than when the plan was made: any of these is on the way.
                 continue
             if not kept:
