@@ -72,7 +72,8 @@ def split_outputs(gm: GraphModule) -> OutputSplit | None:
     placeholders = {node: k for k, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     whole, results_of_rest = copy_graph(gm), list(cuts)
     places = tuple((k, results_of_rest.index(node)) for k, node in enumerate(results) if node in cuts)
-    stay = [x for x in gm.graph.output_node().args[0] if x not in cuts]
+    returned: Any = gm.graph.output_node().args[0]
+    stay = [x for x in returned if x not in cuts]
     gm.graph.output_node().args = ((*stay, *computed),)
     for node in reversed(inside):
         if not node.users:
