@@ -31,7 +31,7 @@ def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], option
         check_supported(gm)
         return _with_gradients_as_eager(lambda *graph: GraphCompiler(*graph, options=options).compile(), gm, example_inputs)
     compile_ = functools.partial(_with_gradients_as_eager, _by_inductor if options.compiler == "inductor" else _by_eager)
-    return compile_(gm, example_inputs) if options.outputs == "whole" else with_deferred_outputs(gm, example_inputs, compile_)
+    return with_deferred_outputs(gm, example_inputs, compile_) if options.shards_outputs else compile_(gm, example_inputs)
 
 
 def _with_gradients_as_eager(compile_: Compile, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

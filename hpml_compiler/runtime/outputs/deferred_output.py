@@ -40,7 +40,8 @@ class DeferredCall:
         with self._lock:
             if self._compute is not None:
                 with compat.outside_transforms(), torch.inference_mode(False), torch.enable_grad():
-                    self._values = list(self._compute())
+                    for value in self._compute():  # a cast that changes nothing returns its operand: the same object twice
+                        self._values.append(value.view_as(value) if any(value is x for x in self._values) else value)
                 self._shared = [x.detach() for x in self._values]
                 self._compute = None
             if detached or self._values[position] is None:

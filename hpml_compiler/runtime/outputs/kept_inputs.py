@@ -62,7 +62,7 @@ class _KeptInput:
         self.copied: torch.Tensor | None = None
 
     def changed(self) -> str | None:
-        """How the values have changed since the call, if they have."""
+        """Reason why the values are no longer those of the call; None if they are."""
         if self.through_data or self.value._version != self.version:
             return "it was changed in place since"
         if self.value.numel() and not self.value.untyped_storage().nbytes():

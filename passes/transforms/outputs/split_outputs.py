@@ -8,6 +8,7 @@ logits are computed from, which are saved for backward anyway; their gradient ha
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -151,9 +152,20 @@ def _writes(node: Node) -> bool:
     if builtin:
         return name in ("setitem", "delitem") or name.startswith("i") and hasattr(operator, f"__{name}__") and name not in (
             "index", "inv", "invert")
-    if "out" in node.kwargs or node.kwargs.get("inplace") or "relu" in name and True in node.args[1:]:
+    if "out" in node.kwargs or node.kwargs.get("inplace") or _in_place_by_position(node):
         return True
-    return name in ("__setitem__", "set_data") or name.startswith("__i") or name.endswith("_") and not name.endswith("__")
+    if name in ("batch_norm", "instance_norm", "__setitem__", "set_data"):  # the first two write running statistics
+        return True
+    return name.startswith("__i") or name.endswith("_") and not name.endswith("__")
+
+
+def _in_place_by_position(node: Node) -> bool:
+    """True if `inplace` is given as a positional argument, as modules such as nn.Dropout and nn.SELU do."""
+    try:
+        names = list(inspect.signature(node.target).parameters)
+    except (TypeError, ValueError):  # a method's name, or a function of C++, which has no such parameter
+        return False
+    return "inplace" in names and any(node.args[names.index("inplace"):][:1])
 
 
 def _is_safe(gm: GraphModule, sources: Sequence[Node], inside: Sequence[Node]) -> bool:

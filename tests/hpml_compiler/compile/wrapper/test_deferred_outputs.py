@@ -37,7 +37,8 @@ pytree.register_pytree_node(Found, lambda found: ([found.loss, found.logits, fou
 
 class Net(nn.Module):
     """Kinds: a plain head; soft-capped logits in another dtype; a second head that the loss does not read; dropout before the
-    head; a frozen trunk; logits that the loss changes in place; logits of the labels."""
+    head; a frozen trunk; logits that the loss changes in place; logits twice, as one object and through a cast that
+    changes nothing."""
 
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
@@ -58,7 +59,8 @@ class Net(nn.Module):
         loss = F.cross_entropy(logits, y)
         if self.kind == "in_place":
             logits.mul_(2)
-        return Found(loss, logits, self.other(hidden) if self.other is not None else logits if self.kind == "twice" else None)
+        return Found(loss, logits, self.other(hidden) if self.other is not None else logits if self.kind == "twice"
+                     else logits.double() if self.kind == "same" else None)
 
 
 @dataclass
@@ -162,7 +164,7 @@ def collected(loop):
         every.append(found.logits.detach())
         loose.append(found)
         loop.step(found)
-    return [torch.cat(every), *(each.logits for each in loose)]
+    return [torch.cat(every), *(each.logits for each in loose), *(each.extra for each in loose)]
 
 
 def in_other_modes(loop):
@@ -335,7 +337,7 @@ def test_outputs_are_those_of_eager(scene):
     assert_same(actual, expected, scene)
 
 
-@pytest.mark.parametrize("kind", ["capped", "two", "dropout", "frozen", "twice"])
+@pytest.mark.parametrize("kind", ["capped", "two", "dropout", "frozen", "twice", "same"])
 @pytest.mark.parametrize("scene", [unread, after_step, changed_by_hand, gradient_arrives, backward_again, collected],
                          ids=lambda s: s.__name__)
 def test_in_every_kind_of_head(kind, scene):

@@ -120,6 +120,18 @@ def assigned_later(net, x, y):
     return loss, logits
 
 
+def changed_later_by_position(net, x, y):
+    logits = net.head(net.hidden(x))
+    loss = F.cross_entropy(logits, y)
+    return loss + F.selu(logits, True).detach().sum(), logits
+
+
+def dropped_out_later_by_position(net, x, y):
+    logits = net.head(net.hidden(x))
+    loss = F.cross_entropy(logits, y)
+    return loss + F.dropout(logits.detach(), 0.5, True, True).sum(), logits
+
+
 def hidden_changed_later(net, x, y):
     hidden = net.hidden(x)
     logits = net.head(hidden)
@@ -155,7 +167,8 @@ def an_input(net, x, y):
 
 
 @pytest.mark.parametrize("forward", [
-    no_loss, small, dropped_out, changed_later, assigned_later, hidden_changed_later, two_products, without_gradients,
+    no_loss, small, dropped_out, changed_later, assigned_later, changed_later_by_position,
+    dropped_out_later_by_position, hidden_changed_later, two_products, without_gradients,
     by_a_buffer_that_changes, under_autocast, an_input], ids=lambda x: x.__name__)
 def test_other_graphs_stay_as_they_are(forward, monkeypatch):
     before, after, split, _ = split_of(forward, monkeypatch)
