@@ -16,13 +16,16 @@ from passes.graph.layouts import StoredLayout
 from passes.graph.placement_graph import InputKind
 from passes.json_records import FrozenMap
 
+LEAST_SHARDED_BYTES = 1 << 16
+"""Outputs of a graph without a loss that are smaller than this are returned whole: gathering them costs next to nothing."""
+
 
 @dataclass(frozen=True)
 class GraphInput:
     """One input of the Dynamo graph.
 
     name: dotted name of a parameter or buffer, else an expression. placeable: a parameter that the runtime can
-    shard. stored: its current layout, on the mesh in use.
+    shard. stored: its current layout, on the mesh in use, if it is placed already: a parameter, or an output of another graph.
     """
 
     name: str
@@ -55,7 +58,8 @@ class GraphSignature:
     positions: FrozenMap[str, int]
     """Placeholder -> position among the inputs of the Dynamo graph."""
     outputs: tuple[tuple[str, str | None], ...]
-    """Names of the output nodes, in order, each with the placeholder of the parameter whose gradient it is."""
+    """Names of the output nodes, in order, each with the placeholder of the parameter, or of the input that arrives sharded,
+    whose gradient it is."""
     forward_outputs: int
     training: bool
     unread: tuple[ShardableOutput, ...] = ()
@@ -112,24 +116,24 @@ def signature_of(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs:
             continue
         numbers[k] = len(returned)
         owner = primals[k - split].name if split <= k < split + len(primals) else None
-        returned.append((node.name, owner if owner in names else None))
+        returned.append((node.name, owner if owner in names or owner in stored else None))
     return GraphSignature(FrozenMap(kinds), FrozenMap(names), FrozenMap(trainable), FrozenMap(stored), FrozenMap(positions),
                           tuple(returned), split, forward_outputs is not None,
                           tuple(ShardableOutput(numbers[k], *found) for k, found in _unread(gm, results[:split]).items()))
 
 
 def _unread(gm: GraphModule, results: Sequence[Node | None]) -> dict[int, tuple[int, str | None]]:
-    """Forward outputs that may stay sharded: a step needs the loss alone, so if one output is the loss, a scalar,
-    the others may never be read. Outputs that alias an input or another output are excluded: a write to one
-    must show in the other."""
+    """Forward outputs that may stay sharded. A step needs the loss alone, so if one output is the loss, a scalar, the others
+    may never be read; without one, the next graph computes it from the large outputs. Outputs that alias an input or another
+    output are excluded: a write to one must show in the other."""
     found = compat.results_of_program(gm, len(results))
     values = {k: value for k in found if (node := results[k]) is not None
               and isinstance(value := node.meta.get("val"), torch.Tensor)}
-    if not any(value.dim() == 0 and value.is_floating_point() for value in values.values()):
-        return {}
+    has_loss = any(value.dim() == 0 and value.is_floating_point() for value in values.values())
     memory: Counter[int | None] = Counter(map(memory_of, (*gm.graph.find_nodes(op="placeholder"), *results)))
     return {k: found[k] for k, value in values.items()
-            if value.dim() and value.layout == torch.strided and memory[memory_of(value)] == 1}
+            if value.dim() and value.layout == torch.strided and memory[memory_of(value)] == 1
+            and (has_loss or value.numel() * value.itemsize >= LEAST_SHARDED_BYTES)}
 
 
 def inputs_in_outputs(gm: GraphModule, forward_outputs: int | None) -> set[int]:

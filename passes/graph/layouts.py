@@ -14,7 +14,7 @@ Layout = tuple[Placement, ...]
 
 
 StoredLayout = tuple[Literal["R"] | tuple[int, int], ...]
-"""Placement of a stored parameter on every axis, "R" or (dim, outer): the dim, seen as (outer, inner), is split along inner.
+"""Placement of a stored tensor on every axis, "R" or (dim, outer): the dim, seen as (outer, inner), is split along inner.
 Outer is 1 for DTensor's `Shard(dim)`, and 3 for fused query, key and value weights that are split by heads. Unlike the
 index of a factor, it does not depend on how one graph's views split the dim."""
 
@@ -29,7 +29,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def stored_layout(value: Value, layout: Layout) -> StoredLayout:
-    """The layout in which a parameter is stored, independent of this graph's factors."""
+    """The layout in which a tensor is stored, independent of this graph's factors."""
     return tuple((p[0], math.prod(value.factors[p[0]][:p[1]])) if isinstance(p, tuple) else REPLICATE  # type: ignore[misc]
                  for p in layout)
 

@@ -74,13 +74,19 @@ class PlacementGraph:
     operations: tuple[Operation, ...]
     values: tuple[Value, ...]
     outputs: tuple[tuple[int, int | None], ...]
-    """Graph outputs: (value, parameter whose placement its gradient takes, or None: returned replicated)."""
+    """Graph outputs: (value, None), returned replicated, or (gradient, the input whose placement it takes): a parameter, or an
+    input that arrives sharded."""
     unruled: FrozenMap[str, tuple[str, ...]] = FrozenMap()
     """Operators without a rule -> nodes."""
     saved: frozenset[int] = frozenset()
     """Values that forward saves for backward."""
     unread: FrozenMap[int, int | None] = FrozenMap()
     """Outputs that may stay sharded until they are read -> the tangent input, in the same layout, or None."""
+
+    @cached_property
+    def gradients(self) -> dict[int, int]:
+        """Parameter -> its gradient."""
+        return {p: v for v, p in self.outputs if p is not None and self.values[p].kind == "parameter"}
 
     @cached_property
     def weights(self) -> set[int]:

@@ -65,6 +65,8 @@ class GraphInputs:
                 name = parameter_name(sources[position])
                 self._placed_on = self._shared(session.current().adopt(placement.mesh, name), name, options)
                 break
+            if placement.output and self._placed_on is None:
+                self._placed_on = session.current().adopt(placement.mesh, parameter_name(sources[position]))
         self.mesh = self._placed_on if not has_stages(self._placed_on) else axes_of_stage(self._placed_on or {})
         can_be_placed = None if world_size() == 1 else placeable(gm, given) if torch.is_grad_enabled() else ()
         self.described = graph_inputs(gm, self.examples, can_be_placed)
@@ -78,17 +80,17 @@ class GraphInputs:
         if placement.rows:
             self.rows.add(position)
             return described
-        if placement.output:
+        axes = self._placed_on
+        if placement.output and (placement.whole or options.stage_ranks > 1 or options.microbatches > 1 or has_stages(axes)):
             self.gathered.add(position)
             return described
-        axes = self._placed_on
         bound = described.kind == "parameter" or (options.mesh is None or same_mesh(options.mesh, axes))
         mesh = session.current().device_mesh(axes) if axes is not None and bound else None
         if axes is not None and placement.can_be_planned(shape, mesh):
             stored = over_stage(session.from_dtensor(placement.placements), axes) if has_stages(axes) else (
                 session.from_dtensor(placement.placements))
             if stored is not None:
-                return replace(described, kind="parameter", stored=stored)
+                return replace(described, kind=described.kind if placement.output else "parameter", stored=stored)
         self.gathered.add(position)
         return described
 

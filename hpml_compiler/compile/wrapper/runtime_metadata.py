@@ -13,7 +13,7 @@ from hpml_compiler.planner.graph import memory_budget
 from hpml_compiler.planner.step_decision import StepDecision
 from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
-from hpml_compiler.runtime.dtensor.lazy_outputs import ShardedOutput
+from hpml_compiler.runtime.outputs.output_wrapper import ShardedOutput
 from hpml_compiler.runtime.placements.unsharded_params import GatheredInput
 from hpml_compiler.session import session
 from passes import compat

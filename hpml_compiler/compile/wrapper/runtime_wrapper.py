@@ -15,9 +15,9 @@ from hpml_compiler.options import Options
 from hpml_compiler.runtime.consistency.call_hooks import backward_call, forward_call
 from hpml_compiler.runtime.consistency.initial_sync import params_and_buffers, sync_module_states
 from hpml_compiler.runtime.consistency.input_check import backward_check, forward_check
-from hpml_compiler.runtime.dtensor.lazy_outputs import OutputWrapper
 from hpml_compiler.runtime.install.parameter_sharding import shard_module
 from hpml_compiler.runtime.optimizer.optimizer_offload import offload_state, watch_steps
+from hpml_compiler.runtime.outputs.output_wrapper import OutputWrapper
 from hpml_compiler.runtime.placements.single_rank_placement import owner_of
 from hpml_compiler.runtime.placements.unsharded_params import UnshardedInputs
 from hpml_compiler.runtime.program.second_derivatives import without_second_derivatives

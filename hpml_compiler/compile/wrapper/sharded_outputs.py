@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpml_compiler.runtime.dtensor.lazy_outputs import ShardedOutput
+from hpml_compiler.runtime.outputs.output_wrapper import ShardedOutput
 from hpml_compiler.session import session
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.decision import Decision

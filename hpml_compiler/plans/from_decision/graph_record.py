@@ -247,7 +247,7 @@ def _class_held(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices
                 ) -> Iterator[Redistribution]:
     """One redistribution per class of parameters that are gathered once a step and stay unsharded."""
     told: set[int] = set()
-    trained = {parameter for _, parameter in graph.outputs}
+    trained = graph.gradients
     for v, route in answer.decision.held.items():
         number = answer.problem.entities.of_input[v]
         if number in told or v not in trained:

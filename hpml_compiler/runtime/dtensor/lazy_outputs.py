@@ -3,20 +3,18 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor.placement_types import Replicate
 
-from hpml_compiler.runtime.consistency.input_check import InputCheck, gradient_check
+from hpml_compiler.runtime.consistency.input_check import InputCheck
 from hpml_compiler.runtime.dtensor.dispatch_table import COMPUTED_ATTRIBUTES, KEEPS_ROWS, MEMORY, METADATA
 from hpml_compiler.runtime.dtensor.local_dispatch import wrap
-from hpml_compiler.runtime.dtensor.op_dispatch import map_tensors, tensors_in
+from hpml_compiler.runtime.dtensor.op_dispatch import adopt, map_tensors, tensors_in
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor, name_slots
 from hpml_compiler.runtime.placements.gather_parts import gathered_from_parts
 from hpml_compiler.runtime.placements.shard_and_gather import local_shard, to_full_tensor
@@ -28,11 +26,12 @@ from passes.errors import HpmlError
 OF_THE_WRAPPER = METADATA - {
     "requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "backward", "detach_",
     "data_ptr"}
+HOOKS = ("register_hook", "retain_grad")
 READING = ("this output of the model is sharded, and its first use gathers it from all ranks: move that use out of "
            "`if rank == 0:`, and print or save the result on rank 0")
 
 
-class _OutputState:
+class OutputState:
     """State shared by an output and its detached copies: a description and, after the first use of any of them, the full
     tensor, without a gradient."""
 
@@ -73,6 +72,8 @@ class LazyOutput(PlacedTensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if func is torch.autograd.grad:
+            return _grad_of(*args, **kwargs)
         first = args[0] if args else None
         with compat.plain_torch_functions():
             operands = tensors_in((args, kwargs))
@@ -80,6 +81,9 @@ class LazyOutput(PlacedTensor):
                 return super().__torch_function__(func, types, args, kwargs)
             output = first if isinstance(first, LazyOutput) else None
             in_parts = output is not None and not output.is_whole
+            if output is not None and output.is_of_autograd and (
+                    name in HOOKS or name in ("__get__", "__set__") and func.__self__.__name__ == "grad"):
+                return _on_gradient(func, name, *args, **kwargs)
             attribute = name == "__get__" and func.__self__.__name__ not in COMPUTED_ATTRIBUTES
             if in_parts and (attribute or name in OF_THE_WRAPPER):
                 return func(*args, **kwargs)
@@ -101,6 +105,13 @@ class LazyOutput(PlacedTensor):
         return next((output for output, value in used if value is result), result)
 
     @property
+    def is_of_autograd(self) -> bool:
+        """True if this wrapper is what autograd knows the output by. The full tensor is made of it; once that is changed in
+        place, hooks and gradients are those of the changed tensor."""
+        own = vars(self)
+        return self.requires_grad and ("value" not in own or own["node"] is not None and own["value"].grad_fn is own["node"])
+
+    @property
     def is_whole(self) -> bool:
         """True if this output, or the one it was detached from, has been gathered."""
         shared = vars(self).get("shared")
@@ -114,15 +125,15 @@ class LazyOutput(PlacedTensor):
             return self
         if made.device != part.device or made.stride() != part.stride() or made.is_pinned() != part.is_pinned():
             return None
-        shared: _OutputState = vars(self)["shared"]
-        shared = shared if name == "detach" else _OutputState(shared.what, shared.gradient)
+        shared: OutputState = vars(self)["shared"]
+        shared = shared if name == "detach" else OutputState(shared.what, shared.gradient)
         return lazy_output(made, _spec_like(self._spec, made), shared)
 
     def detached(self, func: Callable[..., Any]) -> LazyOutput:
         """Detach of a gathered output; still an output, as when it is sharded."""
         value = func(self.used())
         result: Any = compat.make_dtensor(LazyOutput, self._local_tensor, self._spec)
-        vars(result).update(shared=vars(self)["shared"], spec=vars(self)["spec"], value=value)
+        vars(result).update(shared=vars(self)["shared"], spec=vars(self)["spec"], value=value, node=None)
         return result
 
     def used(self) -> torch.Tensor:
@@ -138,8 +149,11 @@ class LazyOutput(PlacedTensor):
             if self._local_tensor is not data:  # for callers that treat it as a DTensor: it is replicated now
                 self._spec = compat.dtensor_spec(spec.mesh, [Replicate()] * spec.mesh.ndim, data)
                 self._local_tensor = data
+            with compat.plain_torch_functions():
+                source = self if self.requires_grad else part
             with torch.inference_mode(False), torch.set_grad_enabled(part.requires_grad):
-                own["value"] = _GatherOutput.apply(part, data, spec, shared.gradient)
+                own["value"] = _GatherOutput.apply(source, data, spec, shared.gradient)
+            own["node"] = own["value"].grad_fn
         del own["part"]
         return own["value"]
 
@@ -172,12 +186,18 @@ class LazyOutput(PlacedTensor):
 name_slots(LazyOutput)
 
 
-def lazy_output(part: torch.Tensor, spec: Any, shared: _OutputState) -> LazyOutput:
+def lazy_output(part: torch.Tensor, spec: Any, shared: OutputState) -> LazyOutput:
     """Wrap this rank's part as an output."""
     result: Any = (_KeepSharded.apply(part, spec) if part.requires_grad and torch.is_grad_enabled()
                    else compat.make_dtensor(LazyOutput, part.detach(), spec))
     vars(result).update(part=part, spec=spec, shared=shared)
     return result
+
+
+def is_detached_of(one: Any, other: Any) -> bool:
+    """True if one output was detached from the other, so that they share memory."""
+    return isinstance(one, LazyOutput) and isinstance(other, LazyOutput) and one is not other and (
+        vars(one).get("shared") is not None and vars(one)["shared"] is vars(other).get("shared"))
 
 
 class _KeepSharded(torch.autograd.Function):
@@ -194,12 +214,34 @@ class _KeepSharded(torch.autograd.Function):
         return _part_of(gradient, ctx.spec), None
 
 
+def _on_gradient(func: Callable[..., Any], name: str, output: LazyOutput, *args: Any) -> Any:
+    """Register a hook on the wrapper, or read or set its `.grad`: hooks get the gradient as a placed tensor."""
+    if name == "register_hook":
+        (hook,) = args
+        return func(output, lambda gradient: hook(adopt(gradient, PlacedTensor)))
+    return adopt(func(output, *args), PlacedTensor)
+
+
+def _grad_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.grad`, where outputs of graphs are among the tensors."""
+    def of_autograd(x: Any) -> Any:
+        if not isinstance(x, LazyOutput):
+            return x
+        with compat.plain_torch_functions():
+            return torch.autograd.graph.get_gradient_edge(x) if x.is_of_autograd else x.used()
+
+    edges: Any = of_autograd(inputs) if isinstance(inputs, torch.Tensor) else (
+        {name: of_autograd(x) for name, x in inputs.items()} if isinstance(inputs, dict) else [*map(of_autograd, inputs)])
+    wholes = map_tensors(lambda x: x.used() if isinstance(x, LazyOutput) else x, outputs)
+    return adopt(torch.autograd.grad(wholes, edges, *args, **kwargs), PlacedTensor)
+
+
 class _GatherOutput(torch.autograd.Function):
-    """Autograd function from a part to the full tensor, which was gathered before."""
+    """Autograd function from an output, or its part, to the full tensor, which was gathered before."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, data: torch.Tensor, spec: Any, gradient: InputCheck | None) -> torch.Tensor:
-        ctx.spec, ctx.gradient = spec, gradient
+    def forward(ctx: Any, output: torch.Tensor, data: torch.Tensor, spec: Any, gradient: InputCheck | None) -> torch.Tensor:
+        ctx.spec, ctx.gradient, ctx.is_wrapper = spec, gradient, isinstance(output, LazyOutput)
         return data.new_empty(0).set_(data.untyped_storage(), data.storage_offset(), data.shape, data.stride())
 
     @staticmethod
@@ -207,7 +249,9 @@ class _GatherOutput(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if ctx.gradient is not None:
             ctx.gradient.before([gradient])
-        return _part_of(gradient, ctx.spec), None, None, None
+        part = _part_of(gradient, ctx.spec)
+        with compat.plain_torch_functions():
+            return compat.make_dtensor(PlacedTensor, part, ctx.spec) if ctx.is_wrapper else part, None, None, None
 
 
 def _part_of(gradient: torch.Tensor, spec: Any) -> torch.Tensor:
@@ -220,32 +264,3 @@ def _part_of(gradient: torch.Tensor, spec: Any) -> torch.Tensor:
 def _spec_like(spec: Any, part: torch.Tensor) -> Any:
     """The spec with the dtype of this part."""
     return wrap(part.detach(), DTensor, spec)._spec
-
-
-@dataclass(frozen=True)
-class ShardedOutput:
-    """An output that a graph leaves sharded. position: among the graph's results. like: the full tensor, as traced. name: in
-    the graph."""
-
-    position: int
-    placements: tuple[Placement, ...]
-    like: torch.Tensor
-    name: str
-
-
-class OutputWrapper:
-    """Wraps the results of one compiled graph for the script."""
-
-    def __init__(self, graph: str, mesh: DeviceMesh, left: Sequence[ShardedOutput]) -> None:
-        self.graph, self.calls = graph, 0
-        self._left = [
-            (each, compat.interned_spec(compat.dtensor_spec(mesh, each.placements, each.like)),
-             gradient_check(graph, each.position, each.like) if each.like.is_floating_point() else None) for each in left]
-
-    def given(self, results: Sequence[Any]) -> list[Any]:
-        self.calls += 1
-        given = list(results)
-        for each, spec, gradient in self._left:
-            shared = _OutputState(f"output {each.position} ({each.name}) of {self.graph}, call {self.calls}", gradient)
-            given[each.position] = lazy_output(given[each.position], spec, shared)
-        return given

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hpml_compiler.runtime.batch.batch_shard import BatchShard, write_back_views
 from hpml_compiler.runtime.dtensor.export_guard import watch_torchscript
-from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
+from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput, is_detached_of
 from hpml_compiler.runtime.dtensor.op_dispatch import shares_memory, store_value
 from hpml_compiler.runtime.dtensor.parameter_aliases import aliases_of, check_links, held_gradients, inseparable
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor, in_place_of, place, place_like
@@ -25,6 +25,7 @@ from hpml_compiler.runtime.install.other_backends import watch_backends
 from hpml_compiler.runtime.install.swap_parameters import holder_on_the_way, rebind, rebind_attributes, rebind_in
 from hpml_compiler.runtime.install.to_local import ToLocal
 from hpml_compiler.runtime.optimizer.optimizer_step import watch_optimizers
+from hpml_compiler.runtime.outputs.output_parts import OutputParts
 from hpml_compiler.runtime.placements.inner_shard import blocks_along
 from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
 from hpml_compiler.runtime.placements.single_rank_placement import at_owner, from_owner
@@ -41,21 +42,22 @@ class BoundParameters:
     """Converts the arguments of one compiled graph to this rank's local tensors.
 
     gathered: placed arguments that the graph takes whole. written: arguments that it changes in place. rows: arguments that
-    are batch shards. outputs: arguments that other graphs returned. holding: sharded parameters that the graph takes
-    unsharded. borrowed: parameters owned by one rank of an axis whose part the graph needs on all ranks. aliases: the
-    script's tensors in the memory of a replaced parameter, each with that parameter's index.
+    are batch shards. outputs: arguments that other graphs returned. parts: those of them that it takes sharded. holding:
+    sharded parameters that the graph takes unsharded. borrowed: parameters owned by one rank of an axis whose part the graph
+    needs on all ranks. aliases: the script's tensors in the memory of a replaced parameter, each with that parameter's index.
     """
 
     def __init__(self, placed: Sequence[int], trainable: Sequence[int], names: Sequence[str],
                  olds: list[nn.Parameter], news: Sequence[nn.Parameter], gathered: Sequence[int] = (),
                  written: Collection[int] = (), rows: Sequence[int] = (), holding: UnshardedInputs | None = None,
                  outputs: Sequence[int] = (), borrowed: Collection[int] = (),
-                 aliases: Sequence[tuple[weakref.ref[torch.Tensor], int]] = ()) -> None:
+                 aliases: Sequence[tuple[weakref.ref[torch.Tensor], int]] = (),
+                 parts: OutputParts | None = None) -> None:
         self._placed, self._trainable = tuple(placed), tuple(trainable)
         self._names, self._olds, self._news, self._aliases = list(names), olds, list(news), aliases
         self._gathered, self._written, self._rows = tuple(gathered), sorted(set(written) & set(gathered)), tuple(rows)
         self._apart = [(i, k) for i in outputs for k in written if i != k]
-        self._holding, self._borrowed = holding or None, frozenset(borrowed)
+        self._holding, self._borrowed, self._parts = holding or None, frozenset(borrowed), parts or OutputParts({})
         self._borrowed_views = frozenset(k for k, index in enumerate(self._trainable) if index in self._borrowed)
 
     def locals(self, args: Sequence[Any]) -> list[Any]:
@@ -83,8 +85,9 @@ class BoundParameters:
             result[index] = from_owner(args[index])
         for index in self._gathered:
             result[index] = to_full_tensor(args[index])
+        self._parts.take(args, result)
         for one, other in self._apart:
-            if shares_memory(result[one], result[other]):
+            if shares_memory(result[one], result[other]) or is_detached_of(args[one], args[other]):
                 raise BadInput("a compiled function mutates one of its arguments, and another, the output of a compiled "
                                "model, shares memory with it: the function was traced without this alias",
                                f"arguments {one} and {other} of its graph", "pass a clone() of one of them")
@@ -193,7 +196,8 @@ def shard_module(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.G
     # Also other attributes of these modules, which Dynamo may guard on: recurrent layers have lists of their parameters.
     rebind_attributes(dict.fromkeys(module for found in sites.values() for module, _ in found), olds, news)
     before = [i for i, value in enumerate(example_inputs) if isinstance(value, DTensor)]
-    placed = sorted([*placements, *(i for i in before if i not in gathered)])
+    parts = {i: example_inputs[i]._spec for i in before if i not in gathered and isinstance(example_inputs[i], LazyOutput)}
+    placed = sorted([*placements, *(i for i in before if i not in gathered and i not in parts)])
     trainable = [i for i in placed if example_inputs[i].requires_grad]
     at = dict(zip(placements, news, strict=True))
     guarded = [i for i in sorted([*placements, *before]) if isinstance(example_inputs[i], nn.Parameter)]
@@ -209,7 +213,8 @@ def shard_module(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.G
     compat.trace_as(PlacedTensor)
     return BoundParameters(placed, trainable, [names[i] for i in placements], olds, news, sorted(gathered), written,
                            [i for i in before if isinstance(example_inputs[i], BatchShard)], holding,
-                           [i for i in before if isinstance(example_inputs[i], LazyOutput)], borrowed, aliases)
+                           [i for i in before if isinstance(example_inputs[i], LazyOutput)], borrowed, aliases,
+                           OutputParts(parts))
 
 
 def lent_part(tensor: DTensor) -> DTensor:

@@ -23,12 +23,13 @@ from passes.graph.graph_signature import parameter_name
 @dataclass(frozen=True)
 class InputPlacement:
     """Current placement of a graph input, one per axis of the mesh. rows: it is a batch shard. output: it is an output of
-    another graph."""
+    another graph. whole: it has been gathered."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     rows: bool = False
     output: bool = False
+    whole: bool = False
 
     def can_be_planned(self, shape: Sequence[int], mesh: DeviceMesh | None) -> bool:
         """True if a plan on this mesh can start from the parts as they are: even shards, no Partial.
@@ -67,7 +68,8 @@ def take_out_markers(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], fa
                            f"graph input {parameter_name(sources[position])}, used by {users}",
                            "pass plain tensors, or shard the batch with hpml_compiler.distribute")
         placed[position] = InputPlacement(value.device_mesh, tuple(value.placements), isinstance(value, BatchShard),
-                                          isinstance(value, LazyOutput))
+                                          isinstance(value, LazyOutput),
+                                          isinstance(value, LazyOutput) and value.is_whole)
         examples[position] = node.meta["example_value"] = _whole_fake(node.meta["example_value"], value, fake_mode)
     return gm, examples, placed
 
@@ -88,6 +90,10 @@ def _whole_fake(fake: torch.Tensor, value: PlacedTensor, fake_mode: Any) -> torc
     with compat.plain_torch_functions(), fake_mode:
         plain: Any = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
         plain.requires_grad_(value.requires_grad)
+        if value.requires_grad and not value.is_leaf:  # AOTAutograd hides a leaf's change in place from autograd
+            with torch.enable_grad():
+                changed = plain.clone()
+            plain = changed if changed.stride() == plain.stride() else plain
     if isinstance(value, nn.Parameter):
         plain._is_param = True
     return plain

@@ -37,7 +37,7 @@ class MeshTables:
 class PlacementProblem:
     """Builds `problem` on construction; `decode` turns its solution into a decision.
 
-    `rules`: the strategies allowed on each axis (None: derived from the axis name); `stored`: parameter name -> its layout,
+    `rules`: the strategies allowed on each axis (None: derived from the axis name); `stored`: input -> its layout,
     where fixed; `rows`: graph inputs sharded by rows on all axes; `memo`: choices and arcs by signature, shared between
     problems of one mesh; `bucket_bytes`: size of a gradient bucket (None: the graph's); `lifetimes`: the points at which bytes
     are counted; `zero`: how parameters may be stored and gathered; `pinned`: entity -> the choice that will be pinned, so that
@@ -72,7 +72,8 @@ class PlacementProblem:
         rules = [axis_rule(axis, graph) for axis in axes] if rules is None else rules
         offers = AxisStrategies(graph, axes, prices, rules, memo.choices, allowance, memo.joints)
         self.groups = offers.groups(merge)
-        self.saved = graph.saved | {v.index for v in graph.values if v.producer is None and v.name in rows}
+        sharded = rows | {v.name for v in graph.values if v.kind != "parameter" and v.name in (stored or {})}
+        self.saved = graph.saved | {v.index for v in graph.values if v.producer is None and v.name in sharded}
         wiring = DefUse(graph, self.groups)
         self.held_inside = [wiring.held_inside(group, self.saved) for group in self.groups]
         marks = [(held, offers.allowed(group)) for group, held in zip(self.groups, self.held_inside)]
@@ -87,7 +88,7 @@ class PlacementProblem:
         bound = graph.seen_as(
             v.index for v in graph.values if v.kind == "parameter"
             and not zero.gathers_again(v.index in wiring.gradients, v.name in (stored or {})))
-        self.edges = ProblemEdges(graph, self.entities, self.saved, rows, prices, self.bucket_bytes, memo.arcs,
+        self.edges = ProblemEdges(graph, self.entities, self.saved, sharded, prices, self.bucket_bytes, memo.arcs,
                                   frozenset(bound),
                                   zero.scatters, allowance)
         allowance.spend("entity", len(self.entities.drafts))

@@ -40,10 +40,10 @@ class ProblemEdges:
     signature, shared between problems of one mesh. bound: values that are never gathered. scatters: gradients whose
     optimizer update is sharded are reduce-scattered, never all-reduced."""
 
-    def __init__(self, graph: PlacementGraph, entities: ProblemEntities, saved: frozenset[int], rows: frozenset[str],
+    def __init__(self, graph: PlacementGraph, entities: ProblemEntities, saved: frozenset[int], sharded: frozenset[str],
                  prices: Prices, bucket_bytes: float, memo: dict[Hashable, tuple[Arc, ...]] | None = None,
                  bound: frozenset[int] = frozenset(), scatters: bool = False, allowance: WorkLimit | None = None):
-        self.graph, self.entities, self.saved, self.rows = graph, entities, saved, rows
+        self.graph, self.entities, self.saved, self.sharded = graph, entities, saved, sharded
         self.bound, self.scatters, self.allowance = bound, scatters, allowance or WorkLimit(math.inf)
         self.prices, self.bucket_bytes = prices, bucket_bytes
         self.sources: dict[int, Port] = {}
@@ -77,8 +77,8 @@ class ProblemEdges:
         ends = [_ReaderEnd((entities.of_group[group.index], port), group.phase, (group.index, v))
                 for group, port in entities.wiring.readers[v]]
         for k in outputs:
-            parameter = self.graph.outputs[k][1]
-            number = entities.add_output(k, value) if parameter is None else entities.of_input[parameter]
+            owner = self.graph.outputs[k][1]
+            number = entities.add_output(k, value) if owner is None else entities.of_input[owner]
             ends.append(_ReaderEnd((number, 0), made, k))  # a forward value is returned by forward
         self._fan_out(value, source, made, ends)
 
@@ -87,8 +87,8 @@ class ProblemEdges:
         backward = [end for end in ends if end.phase == BACKWARD]
         prefix: Chain = ()
         # A forward value that backward reads is saved once, in the layout of the forward copy; so is a gathered input
-        # that arrives sharded by rows. Parameters and replicated inputs are in memory anyway.
-        computed = value.producer is not None or value.name in self.rows
+        # that arrives sharded. Parameters and replicated inputs are in memory anyway.
+        computed = value.producer is not None or value.name in self.sharded
         kept = computed and made == FORWARD and bool(backward)
         if kept or len(forward) > 1:
             copy = (self.entities.add_copy("kept" if kept else "shared", source, [e.port for e in forward or backward],

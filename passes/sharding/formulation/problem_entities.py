@@ -129,8 +129,7 @@ class ProblemEntities:
             self.of_group.append(self._count(("group", number), lambda g=group, n=number: make(g, n)))
 
     def add_inputs(self, state: TrainingStateModel, stored: Mapping[str, Layout], rows: frozenset[str]) -> None:
-        """Add entities of graph inputs. stored: parameter -> its layout, where fixed. rows: inputs sharded by rows on all
-        axes."""
+        """Add entities of graph inputs. stored: input -> its layout, where fixed. rows: inputs sharded by rows on all axes."""
         graph = self.wiring.graph
         for v, tangent in graph.unread.items():
             number = self._add_unread(graph.values[v], tangent)
@@ -142,9 +141,12 @@ class ProblemEntities:
             if value.kind == "parameter":
                 self._add_parameter(value, state, stored.get(value.name))
             else:
-                layout = ((0, 0),) * len(self.axes) if value.name in rows else self.whole
-                self.of_input[value.index] = self._count(("input", value.index), lambda value=value, layout=layout: EntityDraft(
-                    value.name, "input", [entity_choice(0.0, self.lifetimes.nothing(), (), (layout,))]))
+                by_rows = ((0, 0),) * len(self.axes)
+                layout = stored.get(value.name, by_rows if value.name in rows else self.whole)
+                gradient = (layout,) * (value.index in self.wiring.gradients)
+                self.of_input[value.index] = self._count(
+                    ("input", value.index), lambda value=value, layout=layout, gradient=gradient: EntityDraft(
+                        value.name, "input", [entity_choice(0.0, self.lifetimes.nothing(), gradient, (layout,))]))
 
     def _add_parameter(self, value: Value, state: TrainingStateModel, stored: Layout | None) -> None:
         gradient = self.wiring.gradients.get(value.index)

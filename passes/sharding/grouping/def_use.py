@@ -9,7 +9,8 @@ from passes.sharding.grouping.op_groups import OpGroup
 
 
 class DefUse:
-    """readers: value -> groups that read it, each with its input port. gradients: parameter -> its gradient's value."""
+    """readers: value -> groups that read it, each with its input port. gradients: input -> value of its gradient, which takes
+    the input's placement."""
 
     def __init__(self, graph: PlacementGraph, groups: Sequence[OpGroup]):
         self.graph, self.groups = graph, groups
@@ -18,7 +19,7 @@ class DefUse:
         for group in groups:
             for port, v in enumerate(group.inputs):
                 self.readers[v].append((group, port))
-        self.gradients = {parameter: v for v, parameter in graph.outputs if parameter is not None}
+        self.gradients = {owner: v for v, owner in graph.outputs if owner is not None}
 
     def maker(self, v: int) -> OpGroup | None:
         """The group that computes a value; None for a graph input."""

@@ -61,7 +61,7 @@ class CommAttribution:
         self._outputs()
         for value in graph.values:
             self.legs += (leg for leg in self._of(value) if leg.start < leg.stop)
-        trained = {parameter for _, parameter in graph.outputs}
+        trained = graph.gradients
         for v, route in decision.held.items():
             self._check(route, v, decision.inputs[v], decision.stored(v))
             self.legs += [RouteSegment(route, 0, len(route.hops), held=True)] if v in trained else []
@@ -84,9 +84,9 @@ class CommAttribution:
             self._readers[v].append(_ValueReader(route, group.phase))
 
     def _outputs(self) -> None:
-        for (v, parameter), route in zip(self.graph.outputs, self.decision.outputs, strict=True):
-            self._check(route, v, self._wanted(v, route) if parameter is None else self.decision.stored(parameter))
-            self._readers[v].append(_ValueReader(route, self._made_in[v], parameter is not None))
+        for (v, owner), route in zip(self.graph.outputs, self.decision.outputs, strict=True):
+            self._check(route, v, self._wanted(v, route) if owner is None else self.decision.stored(owner))
+            self._readers[v].append(_ValueReader(route, self._made_in[v], owner in self.graph.gradients))
 
     def _wanted(self, v: int, route: Route) -> Layout:
         """The layout in which a value that is no gradient is returned."""

@@ -154,7 +154,7 @@ def recompute_cost(
     communication += sum(map(walk.leg, found.legs))
     activations = sum(walk.local(v, layout) for v, layout in found.saved.items())
     parameters = gradients = optimizer_bytes = optimizer = 0.0
-    trained = {p for _, p in graph.outputs if p is not None}
+    trained = graph.gradients
     for v, layout in decision.inputs.items():
         value = graph.values[v]
         if value.kind != "parameter":

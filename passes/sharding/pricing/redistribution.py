@@ -66,8 +66,7 @@ def bucket_bytes_of(graph: PlacementGraph) -> float:
 
     All gradients of a small model thus pay one latency together, not a fraction of one.
     """
-    trained = {p for _, p in graph.outputs if p is not None}
-    return float(min(BUCKET_BYTES, sum(graph.values[p].bytes for p in trained)))
+    return float(min(BUCKET_BYTES, sum(graph.values[p].bytes for p in graph.gradients)))
 
 
 def layouts_between(value: Value, ends: Iterable[Layout], axes: Axes) -> list[Layout]:

@@ -196,7 +196,7 @@ class _TermCollector:
                 self.sizes.bytes([(value, after)])  # records divisibility constraints
 
     def parameters(self, state: TrainingStateModel) -> None:
-        trained = {p for _, p in self.graph.outputs if p is not None}
+        trained = self.graph.gradients
         for v, layout in self.decision.inputs.items():
             value = self.graph.values[v]
             if value.kind != "parameter":

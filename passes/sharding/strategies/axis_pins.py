@@ -69,7 +69,7 @@ def _of_parameters_alone(graph: PlacementGraph) -> set[int]:
 
 def _gradients(graph: PlacementGraph) -> set[int]:
     """Gradients of parameters, and the values they come from through views, casts and sums of several."""
-    found = {v for v, parameter in graph.outputs if parameter is not None}
+    found = set(graph.gradients.values())
     for op in reversed(graph.operations):
         if not op.heavy and found.intersection(op.outputs):
             size = graph.values[op.outputs[0]].spec.elements

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from hpml_compiler.runtime.batch.batch_shard import shard_batch
-from hpml_compiler.runtime.dtensor.lazy_outputs import OutputWrapper, ShardedOutput
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor, place
 from hpml_compiler.runtime.dtensor.script_collectives import watch_collectives
+from hpml_compiler.runtime.outputs.output_wrapper import OutputWrapper, ShardedOutput
 from hpml_compiler.runtime.placements.inner_shard import InnerShard
 from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
 from hpml_compiler.runtime.placements.single_rank_placement import SingleRank

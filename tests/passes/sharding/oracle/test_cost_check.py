@@ -250,9 +250,9 @@ def backward_starts_where_forward_did(self, value, source, made, ends):
 
 
 def parameters_are_kept_whole(self, value, source, made, ends):
-    rows, self.rows = self.rows, self.rows | {value.name}
+    sharded, self.sharded = self.sharded, self.sharded | {value.name}
     FAN_OUT(self, value, source, made, ends)
-    self.rows = rows
+    self.sharded = sharded
 
 
 @pytest.mark.parametrize(("room", "name", "mutant", "graph"), [

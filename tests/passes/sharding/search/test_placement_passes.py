@@ -103,28 +103,26 @@ def test_what_planning_writes_is_frozen(model):
 
 
 class WithLogits(torch.nn.Module):
-    def __init__(self, whole: bool) -> None:
+    def __init__(self, returns: str) -> None:
         super().__init__()
-        self.whole = whole
+        self.returns = returns
         self.net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 512))
 
     def forward(self, x):
         logits = self.net(x)
-        loss = logits.square().mean()
-        return (loss[None] if self.whole else loss), logits
+        few = logits[:8, :8].contiguous()
+        return {"loss": (logits.square().mean(), logits), "logits": (logits,), "few": (few,)}[self.returns]
 
 
-def test_what_is_returned_beside_the_loss_stays_as_it_is_made():
-    """With its gradient; where no number is among the results, all will be read, and are whole."""
-    costs = {}
-    for whole in (True, False):
-        model = annotated_joint(WithLogits(whole), torch.randn(4096, 64))
-        decision, answer = found(model, DecidePlacements(CONDITIONS, FrozenMap({"dp": 4})))
-        costs[whole] = answer.placed.cost.step
-        assert len(model.graph.unread) == (not whole)
-        assert decision.outputs[1].target == (("R",) if whole else ((0, 0),))
-        assert all(decision.inputs[tangent] == ((0, 0),) for tangent in model.graph.unread.values())
-    assert costs[False] < costs[True]
+@pytest.mark.parametrize(("returns", "left"), [("loss", 1), ("logits", 1), ("few", 0)])
+def test_large_outputs_stay_as_they_are_computed(returns, left):
+    """(loss, logits), or logits alone -> logits sharded by rows, with their gradient. A few numbers without a loss -> whole."""
+    model = annotated_joint(WithLogits(returns), torch.randn(4096, 64))
+    decision, _ = found(model, DecidePlacements(CONDITIONS, FrozenMap({"dp": 4})))
+    assert len(model.graph.unread) == left
+    outputs = decision.outputs[:model.interface.forward_outputs]
+    assert [route.target for route in outputs] == [*[("R",)] * (len(outputs) - left), *[((0, 0),)] * left]
+    assert all(decision.inputs[tangent] == ((0, 0),) for tangent in model.graph.unread.values())
 
 
 def test_searches_that_differ_in_bytes_alone_share_choices_and_answer_as_each_by_itself(model, monkeypatch):
