@@ -87,11 +87,11 @@ def _read(path: str, name: str | None, formulas_wanted: bool, memory: bool) -> A
 
 def _say(found: Any, name: str | None, memory: bool) -> None:
     from hpml_compiler.visualize.memory_explanation import memory_text
-    from hpml_compiler.visualize.pipeline_table import stages_text
+    from hpml_compiler.visualize.plan_table import stages_text
     from hpml_compiler.visualize.terminal import columns
 
-    if name is None and not memory and (staged := [graph for graph in found.graphs if graph.pipeline is not None]):
-        print("\n".join(map(stages_text, staged)))
+    if name is None and not memory and any(graph.pipeline is not None for graph in found.step_graphs):
+        print(stages_text(found))
         return
     print(memory_text(found, peak_of(found)) if memory else found.explain(_required(name), columns()))
 

@@ -10,7 +10,7 @@ import typer
 from hpml_compiler.cli_target import load_target
 from hpml_compiler.commands._at_work import at_work
 from hpml_compiler.visualize.picture_files import check_picture
-from passes.errors import BadInput, Infeasible
+from passes.errors import BadInput, Infeasible, shortened
 from passes.filesystem.text_files import check_writable
 
 
@@ -37,12 +37,17 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the plan into this file (.svg, .png, .pdf).")] = None,
+    view: Annotated[str | None, typer.Option(
+        help="Picture of --svg: overview (the default), block or operators.")] = None,
+    block: Annotated[str | None, typer.Option(help="Module that the view block draws; by default the costliest.")] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="Draw backward in the view block, too.")] = False,
 ) -> None:
     """Plan TARGET for a cluster: print the table, or with --json one object."""
     flags = {"cluster": cluster, "memory_budget": memory_budget, "solver": solver, "time_limit": time_limit, "gap": gap}
     options = checked_options(fix or [], {name: value for name, value in flags.items() if value is not None})
     check_writable(save, "the plan")
     check_picture(svg, "the plan")
+    drawn = _picture_options(svg, view, block, backward)
     with at_work() as progress:
         found = _make(target, {**options, "run_breaks": True} if run_breaks else options, progress)
     if save is not None:
@@ -52,11 +57,25 @@ def plan(
     else:
         _print_table(found)
     if svg is not None:  # last: it fails where the program dot is missing
-        found.render(svg)
+        found.render(svg, **drawn)
     if not partial and (unplanned := [part for part in getattr(found, "unplanned", ()) if part.used]):
         count = sum(len(part.parameters) for part in unplanned)
         raise Infeasible(f"{count} parameters of the model are not in the plan: {unplanned[0].reason}",
                          unplanned[0].where or target, "give --run-breaks, if the weights are real, or --partial")
+
+
+VIEWS = ("overview", "block", "operators")
+
+
+def _picture_options(svg: Path | None, view: str | None, block: str | None, backward: bool) -> dict[str, Any]:
+    """Options of the picture. Raises BadInput before slow work for an unknown view, and for options without a picture."""
+    if view is not None and view not in VIEWS:
+        raise BadInput(f"there is no view {shortened(view)}", "--view", f"the views are {', '.join(VIEWS)}")
+    given = {"view": view, "block": block, "backward": backward or None}
+    options = {name: value for name, value in given.items() if value is not None}
+    if options and svg is None:
+        raise BadInput(f"--{next(iter(options))} needs a picture", "plan", "give --svg FILE.svg, too")
+    return options
 
 
 def checked_options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -19,6 +19,8 @@ from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.plan_json import json_content
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.plans.validation_errors import describe_errors
+from hpml_compiler.visualize.description.describe_plan import describe
+from hpml_compiler.visualize.description.records import PlanDescription
 from hpml_compiler.visualize.explanation import explain
 from hpml_compiler.visualize.plan_diff import PlanDiff, diff
 from passes.errors import BadInput
@@ -89,17 +91,24 @@ class Plan(PlanContent):
         """Changes from this plan to `other`; `str()` of the result is readable text."""
         return diff(self, other)
 
-    def graphviz(self, expanded: bool = False, expand: str | Sequence[str] = (), max_nodes: int = 300) -> Digraph:
-        """The plan as a Graphviz graph with a node per class of equal blocks. `expanded` shows every class as a cluster of its
-        operations, `expand` the named ones."""
-        from hpml_compiler.visualize.graphviz_drawing import digraph
+    def graphviz(self, expanded: bool = False, expand: str | Sequence[str] = (), max_nodes: int = 300, *,
+                 view: Literal["overview", "block", "operators"] | None = None, block: str | None = None,
+                 backward: bool = False) -> Digraph:
+        """The plan as a Graphviz graph. view: "overview": pipeline stages, or modules, with their sharding, times and memory;
+        "block": the operators and collectives of the module `block` (default: the costliest), with `backward` beside forward;
+        "operators": all operators, which `expanded` asks for, too; `expand` opens the named modules only."""
+        from hpml_compiler.visualize.drawings.graphviz_drawing import digraph
 
-        return digraph(self, expanded=expanded, expand=expand, max_nodes=max_nodes)
+        return digraph(self, expanded=expanded, expand=expand, max_nodes=max_nodes, view=view, block=block, backward=backward)
+
+    def describe(self) -> PlanDescription:
+        """The plan as data for people, which tables and pictures show: `to_json()` of the result is plain JSON values."""
+        return describe(self)
 
     def render(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Draw `graphviz(**options)` into `path` (.svg, .png, .pdf). If `dot` is not installed, writes the .gv file next to it
         and raises MissingDependency."""
-        from hpml_compiler.visualize.graphviz_drawing import render
+        from hpml_compiler.visualize.drawings.graphviz_drawing import render
 
         return render(self, Path(path), **options)
 

@@ -55,7 +55,8 @@ class StagePlan(Record):
     weight_us: the part of backward_us for weight gradients, where the schedule runs it separately; saved_bytes is then the
     larger of the bytes before that part and after the other part of backward, so saved_bytes * in_flight is an upper bound.
     kept: what it saves for backward, for all microbatches of a step, and its peaks, with what other stages of its rank have in
-    memory then."""
+    memory then. parts: µs of a step that it computes, waits for its collectives, recomputes (or waits for offloading) and
+    runs the optimizer, as "compute", "communication", "recompute", "optimizer"; empty if they are unknown."""
 
     blocks: Names
     rank: Count
@@ -72,6 +73,7 @@ class StagePlan(Record):
     memory_bytes: Count
     sends: Annotated[tuple[SentPlan, ...], Field(strict=False)]
     kept: CheckpointingPlan | None = None
+    parts: dict[str, Microseconds] = Field(default_factory=dict)
 
     @property
     def again_us(self) -> float:

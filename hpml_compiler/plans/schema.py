@@ -4,7 +4,6 @@ Placements are strings, one per mesh axis in the mesh's order: "R" (replicate), 
 "S(d)" (dim d sharded) and "S(d.k)" (factor k of dim d sharded, such as the heads inside a flattened hidden dim; "S(d)"
 is factor 0). An empty list of placements belongs to a value that is not a tensor.
 """
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -45,7 +44,8 @@ class CollectiveTotal:
 class ParameterPlan(Record):
     """One parameter or buffer. `shape`: of the unsharded tensor; `placements`: how it is stored; `bytes_whole`: unsharded;
     `bytes_per_device`: as stored, on the fullest device; `gradient`: the node of its gradient ("" if it has none or it is
-    unknown). `held`: placements of its unsharded copy, which is gathered once per optimizer step; empty if there is none."""
+    unknown). `held`: placements of its unsharded copy, which is gathered once per optimizer step; empty if there is none.
+    `dims`: sizes and roles of its dims (`passes.op_rules.dim_texts`); "" if they are unknown."""
 
     shape: Shape
     dtype: str
@@ -55,6 +55,7 @@ class ParameterPlan(Record):
     bytes_per_device: Count
     gradient: str = ""
     held: Placements = ()
+    dims: str = ""
 
 
 class OperationPlan(Record):
@@ -66,7 +67,7 @@ class OperationPlan(Record):
     Inputs of the cost model, on one device and for one run: `kind` of kernel, `dtype`, `flops` and `bytes_moved`. Operations
     of one fused kernel are priced as one: the first (or the heavy ones) carry its bytes, the others none. `result_bytes`:
     bytes of each result on one device; `saved`: for each result, true if it is saved for backward (otherwise backward
-    recomputes it where it is read)."""
+    recomputes it where it is read); `dims`: of each result, as for parameters."""
 
     op: str
     block: str
@@ -82,6 +83,7 @@ class OperationPlan(Record):
     bytes_moved: Annotated[float, Field(ge=0.0)] = 0.0
     result_bytes: Annotated[tuple[Count, ...], Field(strict=False)] = ()
     saved: Annotated[tuple[bool, ...], Field(strict=False)] = ()
+    dims: Names = ()
 
 
 class HopPlan(Record):
@@ -116,7 +118,7 @@ class Redistribution(Record):
 
 
 class ReplicatedValue(Record):
-    """A node or parameter that the plan leaves replicated although the mesh has an axis to split it on, and the reason."""
+    """A node or parameter that the plan leaves replicated although the mesh could split it, and the reason."""
 
     name: str
     reason: str
@@ -216,13 +218,9 @@ class GraphPlan(Record):
 
     `tangents`: bytes of the gradients that backward receives, one for each differentiable output; autograd passes zeros for
     outputs that the loss does not depend on.
-
     `rows`: batch size (dim 0) where the batch's tensors agree on it; None if they do not or it is unknown.
-
     `frame`: the code that the graph was compiled from, "" if it is unknown; recompiled graphs have the same frame.
-
     `kept`: activation checkpointing, where it was decided under a memory budget; else None.
-
     `microbatches`: the split of the batch into microbatches, if there is one. Operations and redistributions are listed
     for the whole batch; `predicted` and `memory` are those of the split step.
 
@@ -265,7 +263,7 @@ class GraphPlan(Record):
 
     @property
     def collectives(self) -> dict[str, CollectiveTotal]:
-        """Collectives of one step by kind; local slices (0 bytes) are not counted."""
+        """Collectives of one step by kind, without local slices (0 bytes)."""
         return collective_totals(self.redistributions)
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.schema import ROOT, GraphPlan, OperationPlan, ParameterPlan, Redistribution
-from hpml_compiler.visualize.equal_blocks import block_classes, block_path, owner_path
+from hpml_compiler.visualize.description.module_classes import block_path, module_classes, owner_path
 from hpml_compiler.visualize.formatting import describe_placements, format_bytes, format_mesh, format_placements, format_us
 from passes.errors import BadInput
 
@@ -69,7 +69,7 @@ def _gradient(graph: GraphPlan, parameter: ParameterPlan) -> Iterator[str]:
 def _stand_in(graph: GraphPlan, name: str) -> str:
     """The listed parameter of an equal block that represents `name`; "" if the operations of its own block are listed."""
     path = block_path(owner_path(name))
-    for each in block_classes(graph):
+    for each in module_classes(graph):
         for block in each.blocks:
             if block.path == path and each.blocks[0].operations and not block.operations:
                 return each.blocks[0].path + name[len(path):]

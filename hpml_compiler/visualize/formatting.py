@@ -48,6 +48,18 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
 
 
+def shorten(name: str, width: int) -> str:
+    """A dotted name in at most `width` characters: leading parts, then leading characters, become an ellipsis."""
+    if len(name) <= width:
+        return name
+    parts = name.split(".")
+    for start in range(1, len(parts)):
+        short = "…" + ".".join(parts[start:])
+        if len(short) <= width:
+            return short
+    return "…" + name[-max(width - 1, 1):]
+
+
 def format_placements(placements: Sequence[str], mesh: Mapping[str, int]) -> str:
     """Placements as "dp S(0), tp P", without the axes that a value is replicated on; "R" if it is replicated on all."""
     split = [f"{axis} {each}" for axis, each in zip(mesh, placements, strict=False) if each != "R"]

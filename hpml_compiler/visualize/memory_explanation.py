@@ -8,6 +8,7 @@ from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.schema import ROOT, GraphPlan
+from hpml_compiler.visualize.description.peak_places import budget_of, describe_moment, kept_by_part
 from hpml_compiler.visualize.formatting import format_bytes, format_us
 
 MOST_NAMES = 10
@@ -35,36 +36,17 @@ def memory_json(plan: PlanContent, peak: Peak) -> dict[str, Any]:
         "at": {"graph": peak.graph, "node": peak.node, "block": peak.block, "phase": peak.phase},
         "graphs": {graph.name: {
             "saved": {name: nbytes for name, (_, nbytes) in saved_values(graph).items()},
-            "offloaded": {name: each.bytes * each.layers for kept in _decided(graph).values()
+            "offloaded": {name: each.bytes * each.layers for kept in kept_by_part(graph).values()
                           for name, each in kept.offloaded.items()},
-            "recomputed_s": {name: each.predicted_us * each.layers * 1e-6 for kept in _decided(graph).values()
+            "recomputed_s": {name: each.predicted_us * each.layers * 1e-6 for kept in kept_by_part(graph).values()
                              for name, each in kept.again.items()},
         } for graph in plan.step_graphs},
     }
 
 
-def budget_of(plan: PlanContent) -> int | None:
-    return next((kept.budget_bytes for graph in plan.step_graphs for kept in _decided(graph).values()), None)
-
-
-def _decided(graph: GraphPlan) -> dict[str, CheckpointingPlan]:
-    """Activation checkpointing of a graph under a memory budget, or of each of its stages."""
-    if graph.pipeline is None:
-        return {} if graph.kept is None else {graph.name: graph.kept}
-    return {f"{graph.name}, stage {k}": stage.kept for k, stage in enumerate(graph.pipeline.stages) if stage.kept is not None}
-
-
-def describe_moment(peak: Peak) -> str:
-    if not peak.node:
-        return "an operation that the plan does not list"
-    where = f" of {peak.block}" if peak.block and peak.block != ROOT else ""
-    what = {"recompute": "recomputed in backward"}.get(peak.phase, f"in {peak.phase}")
-    return f"{peak.node}{where}, {what}" if peak.node != "optimizer" else "the optimizer step"
-
-
 def saved_values(graph: GraphPlan) -> dict[str, tuple[str, int]]:
     """Block and bytes of each saved value, the largest first; a value that represents several layers counts for all of them."""
-    if decided := _decided(graph):
+    if decided := kept_by_part(graph):
         found = {name: (value.block, value.bytes * value.layers) for kept in decided.values()
                  for name, value in kept.saved.items()}
     else:
@@ -80,7 +62,7 @@ def _of_graph(graph: GraphPlan) -> Iterator[str]:
     saved = saved_values(graph)
     yield f"{graph.name} saves {_values(len(saved))}, {format_bytes(sum(size for _, size in saved.values()))}"
     yield from _largest({name: (block, size, format_bytes(size)) for name, (block, size) in saved.items()})
-    for name, kept in _decided(graph).items():
+    for name, kept in kept_by_part(graph).items():
         yield from _offloaded(name, kept)
         if kept.budget_bytes is not None:
             yield from _recomputed(name, kept, graph.predicted.step_time_us)

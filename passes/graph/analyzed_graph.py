@@ -26,7 +26,9 @@ class AnalyzedGraph:
 
     def __post_init__(self) -> None:
         self.interface: GraphSignature = read(GRAPH_SIGNATURE, self.gm)
-        self.graph: PlacementGraph = read(OPERATIONS, self.gm).graph
+        operations = read(OPERATIONS, self.gm)
+        self.graph: PlacementGraph = operations.graph
+        self.rules = operations.rules
 
     def text(self) -> str:
         """The graph as text, without process-specific parts: equal on ranks that run the same program."""

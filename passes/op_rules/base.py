@@ -95,6 +95,7 @@ class Rule:
     ordered:  letters whose positions count (an iota): split, the rank handles one contiguous range and is told which.
     repeated: letter -> results that it does not touch: split, every rank computes these whole.
     aside:    results that no letter touches (a generator state): replicated whatever is split.
+    roles:    letter -> what people call a dim with it ("heads", "vocabulary"); see `passes.sharding.dim_roles`.
     """
 
     inputs: tuple[Letters, ...]
@@ -109,6 +110,7 @@ class Rule:
     ordered: frozenset[Letter] = frozenset()
     repeated: FrozenMap[Letter, frozenset[int]] = FrozenMap()
     aside: frozenset[int] = frozenset()
+    roles: FrozenMap[Letter, str] = FrozenMap()
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,7 @@ def make_rule(
     indexed: Mapping[Any, int] | None = None,
     ordered: Sequence[Letter] = (),
     repeated: Mapping[Letter, Sequence[int]] | None = None,
-    aside: Sequence[int] = (),
-    sizes: Mapping[Any, int] | None = None,
+    aside: Sequence[int] = (), roles: Mapping[Any, str] | None = None, sizes: Mapping[Any, int] | None = None,
 ) -> Rule:
     """Build a rule from one entry per dim: a letter, a list of letters (outer first), or None (not split).
 
@@ -191,10 +192,11 @@ def make_rule(
         ordered=frozenset(ordered),
         repeated=FrozenMap({letter: frozenset(results) for letter, results in (repeated or {}).items()}),
         aside=frozenset(aside),
+        roles=FrozenMap(roles or {}),
     )
 
 
-def _segments(letters: Letters, sizes: Mapping[Letter, int], factors: Factors):
+def letter_segments(letters: Letters, sizes: Mapping[Letter, int], factors: Factors):
     """Yield (letter, dim, first factor index, factors of the letter) for every letter whose bounds are factor bounds.
 
     A letter that does not align with the factors of its dim yields an empty factor tuple, unless it is the outermost
@@ -227,7 +229,7 @@ def strategies(rule: Rule | None, operands: Sequence[Factors], results: Sequence
     where: dict[Letter, list[tuple[bool, int, int, int, tuple[int, ...]]]] = {}
     for is_input, tensors, all_factors in ((True, rule.inputs, operands), (False, rule.outputs, results)):
         for index, letters in enumerate(tensors):
-            for letter, dim, start, own in _segments(letters, rule.sizes, all_factors[index]):
+            for letter, dim, start, own in letter_segments(letters, rule.sizes, all_factors[index]):
                 where.setdefault(letter, []).append((is_input, index, dim, start, own))
     for letter, places in where.items():
         if letter in rule.blocked:

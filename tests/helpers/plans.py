@@ -16,22 +16,25 @@ from hpml_compiler.plans.schema import (
 )
 
 MESH = {"dp": 2, "tp": 4}
+DIMS = "8 batch, 16 sequence, 64 features"
 ROWS, HIDDEN = ["S(0)", "R"], ["S(0)", "S(2)"]
 
 
-def parameter(shape: list[int], placements: list[str]) -> ParameterPlan:
+def parameter(shape: list[int], placements: list[str], dims: str = "") -> ParameterPlan:
     whole, held = 4, 4
     for size in shape:
         whole, held = whole * size, held * size
     for axis, placement in zip(MESH.values(), placements, strict=False):
         held //= axis if placement.startswith("S") else 1
     return ParameterPlan(shape=shape, dtype="float32", placements=placements, trainable=True, bytes_whole=whole,
-                         bytes_per_device=held)
+                         bytes_per_device=held, dims=dims)
 
 
 def operation(op: str, block: str, class_id: int | str, inputs, outputs, us: float, sources, backward=False):
+    heavy = op.split(".")[1] in ("fc", "proj", "mm")
     return OperationPlan(op=op, block=block, backward=backward, class_id=class_id, inputs=inputs, outputs=outputs,
-                         predicted_us=us, sources=sources)
+                         predicted_us=us, sources=sources, kind="matmul" if heavy else "pointwise",
+                         dims=[DIMS] * len(outputs))
 
 
 def all_reduce(value: str, consumer: str, axis: str, multiplicity: int = 1, source=("S(0)", "P"), target=("S(0)", "R")):
@@ -48,11 +51,12 @@ def gpt_graph(layers: int = 3, listed: int | None = None, column: str = "S(0)", 
     listed = layers if listed is None else listed
     rest = layers - listed + 1
     up = {"S(0)": HIDDEN, "R": ROWS}[column]
-    parameters = {"wte.weight": parameter([100, 64], ["R", "R"])}
+    parameters = {"wte.weight": parameter([100, 64], ["R", "R"], "100 vocabulary, 64 features")}
     for i in range(layers):
-        parameters[f"h.{i}.ln.weight"] = parameter([64], ["R", "R"])
-        parameters[f"h.{i}.fc.weight"] = parameter([256, 64], ["R", column])
-        parameters[f"h.{i}.proj.weight"] = parameter([64, 256], ["R", "S(1)" if column == "S(0)" else "R"])
+        parameters[f"h.{i}.ln.weight"] = parameter([64], ["R", "R"], "64 features")
+        parameters[f"h.{i}.fc.weight"] = parameter([256, 64], ["R", column], "256 columns, 64 rows")
+        parameters[f"h.{i}.proj.weight"] = parameter([64, 256], ["R", "S(1)" if column == "S(0)" else "R"],
+                                                      "64 columns, 256 rows")
     operations = {"embedding": operation("aten.embedding", "wte", 0, [["R", "R"]], [ROWS], 2.0, ["wte.weight"])}
     moves, value = [], "embedding"
     for i in range(listed):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hpml_compiler.plans.from_decision.user_names import listing
 from hpml_compiler.plans.schema import ROOT
-from hpml_compiler.visualize.equal_blocks import block_path, owner_path
+from hpml_compiler.visualize.description.module_classes import block_path, owner_path
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.placement_graph import block_class
 from passes.sharding.search.mesh_placement import MeshPlacement

@@ -124,6 +124,17 @@ def _with_times(record: GraphPlan, stages: Sequence[TimedStage]) -> GraphPlan:
     built = pipeline_tasks(stages, pipe.microbatches, pipe.schedule, pipe.ranks)
     spans = simulate_tasks(built.tasks, [1.0] * pipe.ranks)
     parts = breakdown(built.tasks, built.labels, spans, [1] * pipe.ranks)
-    return record.model_copy(update={"predicted": record.predicted.model_copy(update={
+    own = tuple(stage.model_copy(update={"parts": _parts(timed, pipe.microbatches, stage.again_us)})
+                for stage, timed in zip(pipe.stages, stages, strict=True))
+    pipe = pipe.model_copy(update={"stages": own})
+    return record.model_copy(update={"pipeline": pipe, "predicted": record.predicted.model_copy(update={
         "step_time_us": spans.end_us, "compute_us": parts.compute_us, "communication_us": parts.communication_us,
         "overhead_us": 0.0, "energy_j": None, "energy_label": None})})
+
+
+def _parts(stage: TimedStage, microbatches: int, again_us: float) -> dict[str, float]:
+    """See `StagePlan.parts`: all microbatches, and what is done once in a step."""
+    exposed_us = microbatches * (stage.forward_inside.exposed_us + stage.backward_inside.exposed_us)
+    work_us = microbatches * (stage.forward_us + stage.backward_us) + stage.around_us
+    return {"compute": max(work_us - exposed_us - again_us, 0.0), "communication": exposed_us + stage.reduce_us,
+            "recompute": again_us, "optimizer": stage.optimizer_us}

@@ -27,6 +27,7 @@ from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.graph.step_phase import BACKWARD
 from passes.hardware.mesh import Mesh
 from passes.op_rules.base import format_placement
+from passes.sharding.dim_roles import DimRoles, dim_roles
 from passes.sharding.formulation.decision_decoder import pins
 from passes.sharding.oracle.comm_attribution import readers_of
 from passes.sharding.oracle.cost_check import boundary
@@ -54,14 +55,15 @@ def graph_plan(annotated: AnalyzedGraph, mesh: Mesh, answer: MeshPlacement, *, n
     if energy_j is not None:
         energy_j += overhead_us * 1e-6 * mesh.device.idle_power_w * mesh.size
     listed = listing(annotated, answer.problem, once=shortened)
+    roles = dim_roles(graph, annotated.rules)
     peak = max(answer.problem.lifetimes.of(cost)) + _largest_transient(graph, answer)
     return GraphPlan(
         graph_hash=(SHORTENED if shortened else "") + annotated.hash(),
         name=name,
         training=annotated.interface.training,
         mesh=dict(zip(mesh.names, mesh.shape)),
-        parameters=_parameters(annotated, answer, listed),
-        operations=_operations(graph, mesh, answer, prices, listed),
+        parameters=_parameters(annotated, answer, listed, roles),
+        operations=_operations(graph, mesh, answer, prices, listed, roles),
         redistributions=(
             *(_class_redistributions if shortened else _redistributions)(graph, mesh, answer, prices, listed),
             *_reductions(graph, mesh, answer, prices, listed, shortened),
@@ -112,7 +114,8 @@ def _largest_transient(graph: PlacementGraph, answer: MeshPlacement) -> float:
     return largest
 
 
-def _parameters(annotated: AnalyzedGraph, answer: MeshPlacement, listed: UserNames) -> dict[str, ParameterPlan]:
+def _parameters(annotated: AnalyzedGraph, answer: MeshPlacement, listed: UserNames, roles: DimRoles,
+                ) -> dict[str, ParameterPlan]:
     found = {}
     named = {value.name: listed.values[value.index] for value in annotated.graph.values}
     gradients = {parameter: named.get(name, "") for name, parameter in annotated.interface.outputs if parameter}
@@ -125,13 +128,13 @@ def _parameters(annotated: AnalyzedGraph, answer: MeshPlacement, listed: UserNam
                 trainable=value.trainable, bytes_whole=value.bytes,
                 bytes_per_device=round(local_bytes(value, stored, answer.decision.axes)),
                 gradient=gradients.get(value.name, "") if value.trainable else "",
-                held=placements(layout) if v in answer.decision.held else (),
+                held=placements(layout) if v in answer.decision.held else (), dims=roles.parameter_text(v),
             )
     return found
 
 
 def _operations(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, listed: UserNames,
-                ) -> dict[str, OperationPlan]:
+                roles: DimRoles) -> dict[str, OperationPlan]:
     found: dict[int, OperationPlan] = {}
     for number, groups in listed.groups.items():
         entity = answer.solved.entities[number]
@@ -146,7 +149,9 @@ def _operations(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices
                     op=op.target, block=listed.blocks[i], backward=op.phase == BACKWARD, class_id=entity.name,
                     inputs=tuple(map(placements, rows.inputs)), outputs=tuple(map(placements, rows.outputs)),
                     predicted_us=price(kernels[i], prices) if i in kernels else 0.0,
-                    sources=tuple(listed.values[v] for v in op.inputs), **_priced_by(graph, answer, op, kernels.get(i)),
+                    sources=tuple(listed.values[v] for v in op.inputs),
+                    dims=tuple(map(roles.text, op.outputs)),
+                    **_priced_by(graph, answer, op, kernels.get(i)),
                 )
     return {graph.operations[i].name: found[i] for i in sorted(found)}
 

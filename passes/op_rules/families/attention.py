@@ -91,6 +91,7 @@ def _build(call: Call, roles: dict[int, str], outs: dict[int, str], q: int, k: i
         summed=["b", "g", "r", "s"] if backward else (),
         linear=[[0]] if backward else (),
         aside=[i for i in range(len(call.results)) if i not in outs],
+        roles={"g": "heads", "r": "heads", "s": "sequence"},
     )
 
 

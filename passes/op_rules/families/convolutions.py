@@ -75,6 +75,7 @@ def convolution(call: Call) -> Rule:
     return make_rule(
         call, [x, weight, bias] if has_bias else [x, weight], [out], sizes=sizes, summed="i",
         linear=[[0, 2], [1, 2]] if has_bias else [[0], [1]], addends=[2] if has_bias else (),
+        roles=dict.fromkeys("gio", "channels"),
     )
 
 

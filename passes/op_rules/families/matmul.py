@@ -11,6 +11,7 @@ from passes.op_rules.base import Call, Rule, aligned, make_rule
 from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
+FEATURES = {"k": "features", "n": "features"}
 
 
 def contraction(left: int) -> Callable[..., float]:
@@ -24,17 +25,18 @@ rule("aten::addmv", "aten::_addmm_activation", flops=contraction(1))
 
 @rule(aten.mm.default, heavy="matmul")
 def mm(call: Call) -> Rule:
-    return make_rule(call, ["mk", "kn"], ["mn"], summed="k", linear=[[0], [1]])
+    return make_rule(call, ["mk", "kn"], ["mn"], summed="k", linear=[[0], [1]], roles=FEATURES)
 
 
 @rule(aten.bmm.default, heavy="matmul")
 def bmm(call: Call) -> Rule:
-    return make_rule(call, ["bmk", "bkn"], ["bmn"], summed="k", linear=[[0], [1]])
+    return make_rule(call, ["bmk", "bkn"], ["bmn"], summed="k", linear=[[0], [1]], roles={"b": "matrices"})
 
 
 def _with_bias(call: Call, a: str, b: str, out: str) -> Rule:
     bias = aligned(out, call.operands[0].shape, call.results[0].shape)
-    return make_rule(call, [bias, a, b], [out], summed="k", linear=[[0, 1], [0, 2]], addends=[0])
+    return make_rule(call, [bias, a, b], [out], summed="k", linear=[[0, 1], [0, 2]], addends=[0],
+                     roles={"b": "matrices"} if "b" in out else FEATURES)
 
 
 @rule(aten.addmm.default, heavy="matmul")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from passes.op_rules.base import Call, Rule, make_rule
+from passes.op_rules.families.matmul import FEATURES
 from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
@@ -35,7 +36,8 @@ rule("aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2", flops=grouped_mm
 @rule("transformers::grouped_mm_fallback", heavy="matmul", flops=grouped_mm_flops)
 def grouped_mm_fallback(call: Call) -> Rule:
     """(rows, k) @ (experts, k, n) by offsets (experts) -> (rows, n)"""
-    return make_rule(call, [[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], summed="k", linear=[[0], [1]])
+    return make_rule(
+        call, [[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], summed="k", linear=[[0], [1]], roles=FEATURES)
 
 
 @rule("transformers::grouped_mm_fallback_backward", heavy="matmul", flops=grouped_mm_backward_flops)
@@ -85,5 +87,5 @@ def grouped_mm(call: Call) -> Rule:
         operands, result = [[m, None], [None, n]], [None, m, n]
     return make_rule(
         call, [*operands, *ends], [result], sizes=sizes, summed="k" if len(a) + len(b) > 4 else (), blocked=["run"],
-        linear=[[0], [1]],
+        linear=[[0], [1]], roles={**FEATURES, "g": "experts"},
     )

@@ -29,7 +29,8 @@ def _local_embedding(call: LocalCall, insert: Insert) -> Node:
 def embedding(call: Call) -> Rule:
     index = [("i", d) for d in range(len(call.operands[1].shape))]
     return make_rule(
-        call, [["v", "h"], index], [[*index, "h"]], summed=["v"], linear=[[0]], indexed={"v": 1}
+        call, [["v", "h"], index], [[*index, "h"]], summed=["v"], linear=[[0]], indexed={"v": 1},
+        roles={"v": "vocabulary", "h": "features", **dict.fromkeys(index, "sequence")},
     )
 
 
@@ -180,4 +181,4 @@ def gather(call: Call) -> Rule:
     letters: list = [d if table[d] == index[d] else None for d in range(len(table))]
     a, b = list(letters), list(letters)
     a[dim], b[dim] = "v", "i"
-    return make_rule(call, [a, b], [b], summed=["v"], linear=[[0]], indexed={"v": 1})
+    return make_rule(call, [a, b], [b], summed=["v"], linear=[[0]], indexed={"v": 1}, roles={"v": "classes"})

@@ -15,9 +15,9 @@ from hpml_compiler.simulate import simulate
 from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from hpml_compiler.simulate.scheduled_stages import times_of_stages
-from hpml_compiler.visualize.equal_blocks import block_classes
-from hpml_compiler.visualize.graphviz_drawing import digraph
-from hpml_compiler.visualize.pipeline_table import stages_text
+from hpml_compiler.visualize.description.module_classes import module_classes
+from hpml_compiler.visualize.drawings.graphviz_drawing import digraph
+from hpml_compiler.visualize.plan_table import stages_text
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
@@ -57,13 +57,12 @@ def recorded(rank, schedule, virtual, microbatches):
     played = simulate(plan, contention=1.0)  # as when the cut was made: sends slow nothing down
     assert played.step_us == pytest.approx(graph.predicted.step_time_us)
     assert len(played.ranks_of_lane) == 2 and played.peak_bytes <= graph.memory.peak
-    assert "stages on 2 ranks" in stages_text(graph) and "stages on 2 ranks" in plan.table()
-    source = digraph(plan).source  # a frame for each stage, around the blocks that are in it alone
-    for k, stage in enumerate(pipe.stages):
-        assert f"cluster_g0_stage{k}" in source and f"stage {k} on rank {stage.rank}" in source
-    for each in block_classes(graph):
-        own = [k for k, stage in enumerate(pipe.stages) if each.blocks[0].path in stage.blocks]
-        assert each.stage == (own[0] if each.blocks[0].path else None)
+    assert "stages on 2 ranks" in stages_text(plan) and "stages on 2 ranks" in plan.table()
+    source = digraph(plan).source  # a box for each stage, in order
+    places = [source.index(f"g0_stage{k} [") for k in range(len(pipe.stages))]
+    assert places == sorted(places) and all(f"g0_stage{k} -> g0_stage{k + 1}" in source for k in range(len(pipe.stages) - 1))
+    for each in module_classes(graph):
+        assert each.stage is not None and set(each.runs) <= set(pipe.stages[each.stage].operations)
     faster = simulate(plan, "1x2:h100-80g")
     again = simulate(plan, contention=1.0, recompute="full")
     assert faster.step_us < played.step_us and again.compute_us > played.compute_us
@@ -109,7 +108,7 @@ def split(rank, mesh, microbatches):
             graph.pipeline, graph.memory, graph.predicted, graph.parameters)
         # Of part of the rows a time is taken in proportion to that on the cluster by its name, which is not quite this machine.
         assert simulate(plan, contention=1.0, overlap=False).step_us == pytest.approx(graph.predicted.step_time_us, rel=0.02)
-        assert "stages on 2 ranks" in plan.table() and "cluster_g0_stage1" in digraph(plan).source
+        assert "stages on 2 ranks" in plan.table() and "g0_stage1 [" in digraph(plan).source
     check_obeyed(rank, plan)
 
 

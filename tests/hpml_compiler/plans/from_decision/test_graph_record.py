@@ -11,8 +11,9 @@ from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.from_decision.replicated_values import left_whole
 from hpml_compiler.plans.from_decision.user_names import UserNames, input_names
 from hpml_compiler.plans.plan_terms import priced
-from hpml_compiler.visualize.equal_blocks import block_classes
-from hpml_compiler.visualize.plan_sketch import sketch
+from hpml_compiler.visualize.description.describe_plan import describe_step
+from hpml_compiler.visualize.description.module_classes import module_classes
+from hpml_compiler.visualize.drawings.plan_sketch import sketch
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.graph.graph_signature import GraphInput
 from passes.hardware.cluster import Cluster
@@ -55,13 +56,13 @@ def test_every_operation_has_a_block_and_every_block_its_time_and_place(plan):
     assert all(operation.block for operation in graph.operations.values())
     blocks = {operation.block for operation in graph.operations.values() if operation.backward}
     assert blocks >= {"characters", "positions", "norm", "head", "(root)", "blocks.0"}
-    classes = block_classes(graph)
-    assert [(each.name, each.multiplicity) for each in classes] == [
-        ("characters", 1), ("(root)", 1), ("positions", 1), (f"blocks.0-{LAYERS - 1}", LAYERS), ("norm", 1), ("head", 1)]
-    assert all(each.compute_us > 0 for each in classes)
-    total = sum(each.compute_us + each.communication_us for each in classes)
+    modules = describe_step(graph).modules
+    assert [(each.name, each.count) for each in modules] == [
+        ("characters", 1), ("positions", 1), (f"blocks.0-{LAYERS - 1}", LAYERS), ("norm", 1), ("head", 1), ("(root)", 1)]
+    assert all(each.compute_us > 0 for each in modules)
+    total = sum(each.compute_us + each.communication_us for each in modules)
     assert total == pytest.approx(graph.predicted.compute_us + graph.predicted.communication_us)
-    found = sketch(graph, classes, (), 300)
+    found = sketch(graph, module_classes(graph), (), 300)
     assert {end for pair in found.edges for end in pair} == set(found.nodes)
 
 

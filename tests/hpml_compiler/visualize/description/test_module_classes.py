@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_compiler.visualize.equal_blocks import block_classes, block_path
+from hpml_compiler.visualize.description.describe_plan import describe_step
+from hpml_compiler.visualize.description.module_classes import block_path, module_classes
 from tests.helpers.plans import gpt_graph, operation
 
 
@@ -17,44 +18,45 @@ def test_block_path(module, block):
 
 
 def test_equal_layers_are_one_class():
-    classes = block_classes(gpt_graph(3))
-    assert [(each.name, each.multiplicity) for each in classes] == [("wte", 1), ("h.0-2", 3), ("(root)", 1)]
-    layers = classes[1]
+    modules = describe_step(gpt_graph(3)).modules
+    assert [(each.name, each.count) for each in modules] == [("wte", 1), ("h.0-2", 3), ("(root)", 1)]
+    layers = modules[1]
     assert layers.parameter_count == 3 * (64 + 2 * 256 * 64)
     assert layers.compute_us == pytest.approx(3 * 33.0)
     assert layers.communication_us == pytest.approx(3 * 10.0)
-    assert layers.collectives["all_reduce"].count == 6
+    assert {axis: total.count for axis, total in layers.communication.items()} == {"tp": 3, "dp": 3}
 
 
 def test_one_layer_listed_for_many_counts_as_many():
-    whole = {each.name: each for each in block_classes(gpt_graph(12))}
-    folded = {each.name: each for each in block_classes(gpt_graph(12, listed=2))}
+    whole = {each.name: each for each in describe_step(gpt_graph(12)).modules}
+    folded = {each.name: each for each in describe_step(gpt_graph(12, listed=2)).modules}
     assert set(whole) == set(folded) == {"wte", "h.0-11", "(root)"}
     for name, each in whole.items():
-        assert folded[name].multiplicity == each.multiplicity
+        assert folded[name].count == each.count
         assert folded[name].compute_us == pytest.approx(each.compute_us)
         assert folded[name].communication_us == pytest.approx(each.communication_us)
         assert folded[name].parameter_count == each.parameter_count
-        assert folded[name].collectives == each.collectives
+        assert {axis: total.bytes for axis, total in folded[name].communication.items()} == {
+            axis: total.bytes for axis, total in each.communication.items()}
 
 
 def test_a_layer_that_lives_elsewhere_stands_apart():
     graph = gpt_graph(4)
     other = graph.parameters["h.1.fc.weight"].model_copy(update={"placements": ("R", "R")})
     graph = graph.model_copy(update={"parameters": graph.parameters | {"h.1.fc.weight": other}})
-    assert [(each.name, each.multiplicity) for each in block_classes(graph)][1:3] == [("h.0,2-3", 3), ("h.1", 1)]
+    assert [(each.name, each.count) for each in module_classes(graph)][1:3] == [("h.0,2-3", 3), ("h.1", 1)]
 
 
 def test_a_layer_with_another_forward_stands_apart():
     graph = gpt_graph(3)
     extra = operation("aten.relu", "h.2", 99, [["S(0)", "R"]], [["S(0)", "R"]], 1.0, ["add_2"])
     graph = graph.model_copy(update={"operations": graph.operations | {"relu": extra}})
-    assert [each.name for each in block_classes(graph)][1:3] == ["h.0-1", "h.2"]
+    assert [each.name for each in module_classes(graph)][1:3] == ["h.0-1", "h.2"]
 
 
 def test_sums_do_not_depend_on_the_folding():
     graph = gpt_graph(5)
-    classes = block_classes(graph)
-    assert sum(each.compute_us for each in classes) == pytest.approx(graph.predicted.compute_us)
-    assert sum(each.communication_us for each in classes) == pytest.approx(graph.predicted.communication_us)
-    assert sum(each.bytes_per_device for each in classes) == sum(p.bytes_per_device for p in graph.parameters.values())
+    modules = describe_step(graph).modules
+    assert sum(each.compute_us for each in modules) == pytest.approx(graph.predicted.compute_us)
+    assert sum(each.communication_us for each in modules) == pytest.approx(graph.predicted.communication_us)
+    assert sum(each.parameter_bytes for each in modules) == sum(p.bytes_per_device for p in graph.parameters.values())

@@ -3,19 +3,20 @@ from __future__ import annotations
 
 import re
 import shutil
+import xml.etree.ElementTree
 
 import pytest
 
 from hpml_compiler.plans.schema import CollectiveTotal
-from hpml_compiler.visualize.equal_blocks import block_classes
-from hpml_compiler.visualize.graphviz_drawing import SPLIT, WHOLE
-from hpml_compiler.visualize.plan_sketch import sketch
+from hpml_compiler.visualize.description.module_classes import module_classes
+from hpml_compiler.visualize.drawings.labels import AXIS_COLORS, OVER, SPLIT, WHOLE_COLOR
+from hpml_compiler.visualize.drawings.plan_sketch import sketch
 from passes.errors import BadInput, MissingDependency
 from tests.helpers.plans import all_reduce, gpt_graph, gpt_plan, operation
 
 
 def drawn(graph, opened=(), max_nodes=300):
-    return sketch(graph, block_classes(graph), opened, max_nodes)
+    return sketch(graph, module_classes(graph), opened, max_nodes)
 
 
 def labels(found):
@@ -72,7 +73,7 @@ def test_opened_block_shows_operations_of_one_layer():
 
 def test_too_many_nodes_keeps_the_costly_and_the_paths_between():
     graph = gpt_graph(3)
-    everything = {each.name for each in block_classes(graph)}
+    everything = {each.name for each in module_classes(graph)}
     found = drawn(graph, everything, max_nodes=6)
     names = set(labels(found).values())
     assert len([node for node in found.nodes.values() if node.kind != "end"]) == 6
@@ -102,13 +103,13 @@ def test_source_has_clusters_and_balanced_braces():
     source = gpt_plan().graphviz(expand="h.1").source  # by the path of any block of the class
     assert "subgraph cluster_g0 {" in source and "subgraph cluster_g0_0 {" in source
     assert source.count("{") == source.count("}")
-    assert "<td>all_reduce x3<br/>3.00 KiB</td>" in source
+    assert "<td>all_reduce over dp x3<br/>3.00 KiB</td>" in source
 
 
 def test_the_title_names_the_devices_and_a_legend_the_colors():
-    source = gpt_plan().graphviz().source
+    source = gpt_plan().graphviz(view="operators").source
     assert "mesh dp=2 x tp=4: 8 devices of 1x8:h100-80g" in source
-    for word in ("sharded parameters", "replicated", "forward", "backward", "collectives", SPLIT, WHOLE):
+    for word in ("sharded", "whole", "forward", "backward", "collectives", SPLIT, WHOLE_COLOR):
         assert word in source
 
 
@@ -122,14 +123,14 @@ def test_labels_lie_inside_the_picture(tmp_path):
 
 
 def test_only_opened_blocks_are_clusters():
-    assert "subgraph cluster_g0_0" not in gpt_plan().graphviz().source
+    assert "subgraph cluster_g0_1" not in gpt_plan().graphviz(expand="h.1").source
 
 
 def test_names_with_quotes_and_backslashes_stay_text():
     graph = gpt_graph(1)
     odd = operation('aten."odd"\\n', "h.0", 9, [], [["S(0)", "R"]], 1.0, ["add_0"])
     plan = gpt_plan(1).model_copy(update={"graphs": (graph.model_copy(update={"operations": {"odd": odd}}),)})
-    assert 'odd\\naten.\\"odd\\"\\\\n\\ndp S(0)' in plan.graphviz(expanded=True).source
+    assert 'odd\\naten.\\"odd\\"\\\\n\\ndp: batch' in plan.graphviz(expanded=True).source
 
 
 def test_unknown_block_lists_the_known_ones():
@@ -164,3 +165,59 @@ def test_unknown_format_is_bad_input(tmp_path):
 def test_dot_draws_it(tmp_path, expanded):
     path = gpt_plan().render(tmp_path / "plan.svg", expanded=expanded)
     assert "</svg>" in path.read_text() and "all_reduce" in path.read_text()
+
+
+@pytest.mark.parametrize(("options", "error", "known"), [
+    ({"view": "map"}, "no view map", "overview, block, operators"),
+    ({"view": "block", "block": "h.9"}, "no block h.9", "wte, h.0-2"),
+])
+def test_unknown_views_and_blocks_list_the_known_ones(options, error, known):
+    with pytest.raises(BadInput, match=error) as caught:
+        gpt_plan().graphviz(**options)
+    assert known in caught.value.next_step
+
+
+def test_overview_says_how_modules_are_split_what_they_cost_and_what_is_read():
+    source = gpt_plan(12, listed=2).graphviz().source
+    places = [source.index(f"\tg0_{number} [") for number in range(3)]
+    assert places == sorted(places)
+    for text in ("h.0-11", "x 12", "dp: batch", "tp: columns, rows", "394 k parameters", "compute 396 us, communication 120 us",
+                 "8 x 16 x 64", "splits columns", "of 79.1 GiB"):
+        assert text in source, text
+
+
+def test_what_does_not_fit_is_red_and_said():
+    plan = gpt_plan()
+    graph = plan.graphs[0]
+    full = graph.model_copy(update={"memory": graph.memory.model_copy(update={"peak": 100 * 2**30})})
+    source = plan.model_copy(update={"graphs": (full,)}).graphviz().source
+    assert "peak 100 GiB, 126% of 79.1 GiB: does not fit" in source and OVER in source
+
+
+def test_block_has_heavy_operators_with_their_weights_and_collectives_as_nodes():
+    source = gpt_plan(12, listed=2).graphviz(view="block", block="h.7").source
+    for text in ("fc 256 x 64", "tp: columns", "proj 64 x 256", "tp: rows", "tp: partial sums", "all_reduce over tp",
+                 "1.00 KiB, 5.00 us", "gelu"):
+        assert text in source, text
+    assert "of its gradient" not in source
+    both = gpt_plan(12, listed=2).graphviz(view="block", block="h.7", backward=True).source
+    assert "all_reduce of its gradient over dp" in both and "backward" in both
+
+
+def test_one_axis_has_one_color_in_all_views():
+    for options in ({}, {"view": "block"}, {"view": "operators"}):
+        source = gpt_plan().graphviz(**options).source
+        assert AXIS_COLORS[0] in source and AXIS_COLORS[1] in source
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz's program dot")
+@pytest.mark.parametrize("view", ["overview", "block", "operators"])
+def test_names_that_could_be_markup_are_shown_and_never_run(tmp_path, view):
+    odd = '<script>alert(1)</script>&"' + "x" * 300
+    graph = gpt_graph(1)
+    names = {name: each for name, each in graph.parameters.items()} | {f"{odd}\n.weight": graph.parameters["wte.weight"]}
+    extra = operation(f"aten.{odd}", odd, 9, [["R", "R"]], [["S(0)", "R"]], 1e6, [f"{odd}\n.weight"])
+    graph = graph.model_copy(update={"parameters": names, "operations": graph.operations | {odd: extra}})
+    drawn = gpt_plan(1).model_copy(update={"graphs": (graph,)}).render(tmp_path / "plan.svg", view=view).read_text()
+    assert "<script" not in drawn and "&lt;script" in drawn
+    xml.etree.ElementTree.fromstring(drawn)

@@ -1,4 +1,4 @@
-"""Nodes and edges of a drawn plan as plain data, which graphviz_drawing.py draws with Graphviz.
+"""Nodes and edges of a drawn plan as plain data, which operators_drawing.py draws.
 
 A class of equal blocks is one node or, if opened, a cluster with the operations and parameters of its first block. Edges
 are reads, with the collectives between the two ends; they come from `OperationPlan.sources` and the redistributions.
@@ -7,12 +7,14 @@ If no sources are known, gray edges in the order of execution connect the nodes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from hpml_compiler.plans.schema import CollectiveTotal, GraphPlan, ParameterPlan, Redistribution, collective_totals
-from hpml_compiler.visualize.equal_blocks import BlockClass, PlanBlock
-from hpml_compiler.visualize.formatting import format_bytes, format_collectives, format_count, format_placements, format_us
+from hpml_compiler.visualize.description.module_classes import ModuleClass, PlanBlock
+from hpml_compiler.visualize.description.module_summaries import module_summary
+from hpml_compiler.visualize.description.placement_words import value_words, words_text
+from hpml_compiler.visualize.formatting import format_bytes, format_collectives, format_count, format_us
 
 INPUTS, OUTPUTS = "inputs", "outputs"
 Pair = tuple[str, str]  # tail, head
@@ -21,23 +23,24 @@ Pair = tuple[str, str]  # tail, head
 @dataclass(frozen=True)
 class SketchNode:
     """A node of the drawing. kind: "block", "operation", "parameter" or "end" (inputs, outputs). cluster: the opened class that
-    it belongs to; stage: its pipeline stage."""
+    it belongs to."""
 
     label: str
     kind: str
     cluster: str = ""
     split: bool = False
     backward: bool = False
-    stage: int | None = None
 
 
 @dataclass(frozen=True)
 class SketchEdge:
-    """An edge of the drawing. backward: only backward operations read along it. order: order of execution, nothing is read."""
+    """An edge of the drawing. backward: only backward operations read along it. order: order of execution, nothing is read.
+    axes: of the collectives."""
 
     collectives: dict[str, CollectiveTotal] = field(default_factory=dict)
     backward: bool = False
     order: bool = False
+    axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,13 @@ class Sketch:
     left_out: int
 
 
-def sketch(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str], max_nodes: int) -> Sketch:
+def sketch(graph: GraphPlan, classes: list[ModuleClass], opened: Collection[str], max_nodes: int) -> Sketch:
     """Choose at most `max_nodes` nodes (first those next to redistributions, then the most expensive), with their edges."""
     nodes, homes, costs = _nodes(graph, classes, opened)
     kept = set(sorted(nodes, key=lambda node: costs[node], reverse=True)[:max_nodes])
     moves, backward = _reads(graph, {name: home for name, home in homes.items() if home in kept})
-    edges = {pair: SketchEdge(collective_totals(moves.get(pair, ())), only) for pair, only in backward.items()}
+    edges = {pair: SketchEdge(collective_totals(moves.get(pair, ())), only, axes=_axes(moves.get(pair, ())))
+             for pair, only in backward.items()}
     inside = {tail: edge.collectives for (tail, head), edge in edges.items() if tail == head and edge.collectives}
     edges = {pair: edge for pair, edge in edges.items() if pair[0] != pair[1]}
     drawn = {name: _with_inside(node, inside.get(name)) for name, node in nodes.items() if name in kept}
@@ -63,22 +67,27 @@ def sketch(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str],
     if not any(operation.sources for operation in graph.operations.values()):
         order = list(dict.fromkeys(homes[name] for name in graph.operations if homes[name] in kept))
         edges = {pair: SketchEdge(order=True) for pair in zip(order, order[1:], strict=False)} | edges
-    clusters = {each.name: block_label(each) for each in classes if each.name in opened}
+    clusters = {each.name: block_label(graph, each) for each in classes if each.name in opened}
     return Sketch(drawn | ends, edges, clusters, len(nodes) - len(kept))
 
 
-def block_label(each: BlockClass) -> str:
-    """Label of a class of equal blocks: name, multiplicity, parameters and times."""
-    lines = [each.name + (f" x{each.multiplicity}" if each.multiplicity > 1 else "")]
-    if each.parameter_count:
-        lines.append(f"{format_count(each.parameter_count)} parameters, {format_bytes(each.bytes_per_device)} a device")
-    lines.append(f"compute {format_us(each.compute_us)}")
-    if each.communication_us >= 0.005:  # less would be displayed as 0.00
-        lines.append(f"communication {format_us(each.communication_us)}")
+def _axes(moves: Iterable[Redistribution]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(hop.axis for move in moves for hop in move.hops if hop.bytes))
+
+
+def block_label(graph: GraphPlan, each: ModuleClass) -> str:
+    """Label of a class of equal modules: name, how many, parameters and times."""
+    found = module_summary(graph, each, {})
+    lines = [found.name + (f" x{found.count}" if found.count > 1 else "")]
+    if found.parameter_count:
+        lines.append(f"{format_count(found.parameter_count)} parameters, {format_bytes(found.parameter_bytes)} a device")
+    lines.append(f"compute {format_us(found.compute_us)}")
+    if found.communication_us >= 0.005:  # less would be displayed as 0.00
+        lines.append(f"communication {format_us(found.communication_us)}")
     return "\n".join(lines)
 
 
-def _nodes(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str]
+def _nodes(graph: GraphPlan, classes: list[ModuleClass], opened: Collection[str]
            ) -> tuple[dict[str, SketchNode], dict[str, str], dict[str, tuple[bool, float]]]:
     """All nodes, the node that shows each operation and parameter of the graph, and the sort key (cost) of each node."""
     moved = {name for move in graph.redistributions for name in (move.value, move.consumer)}
@@ -90,14 +99,14 @@ def _nodes(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str]
         if each.name not in opened:
             identifier = f"block{index}"
             split = any(map(_is_split, first.parameters.values()))
-            nodes[identifier] = SketchNode(block_label(each), "block", split=split, stage=each.stage)
-            costs[identifier] = (True, each.compute_us + each.communication_us)
+            nodes[identifier] = SketchNode(block_label(graph, each), "block", split=split)
+            costs[identifier] = (True, sum(graph.operations[name].predicted_us * runs for name, runs in each.runs.items()))
             homes |= {name: identifier for block in each.blocks for name in (*block.parameters, *block.operations)}
             continue
         names = (*first.parameters, *first.operations)
         shown = {name: f"block{index}_{position}" for position, name in enumerate(names)}
         for name, identifier in shown.items():
-            nodes[identifier] = replace(_leaf(graph, name, each.name), stage=each.stage)
+            nodes[identifier] = _leaf(graph, name, each.name)
             operation = graph.operations.get(name)
             costs[identifier] = (name in moved, operation.predicted_us if operation else 0.0)
         for block in each.blocks:
@@ -118,11 +127,12 @@ def _counterparts(block: PlanBlock, first: PlanBlock) -> dict[str, str]:
 def _leaf(graph: GraphPlan, name: str, cluster: str) -> SketchNode:
     if name in graph.parameters:
         parameter = graph.parameters[name]
-        placements = format_placements(parameter.placements, graph.mesh)
-        label = f"{name}\n{parameter.dtype}{list(parameter.shape)}\n{placements}"
+        words = words_text(value_words(parameter.placements, parameter.dims, graph.mesh))
+        label = f"{name}\n{parameter.dtype}{list(parameter.shape)}\n{words}"
         return SketchNode(label, "parameter", cluster, _is_split(parameter))
     operation = graph.operations[name]
-    outputs = "; ".join(format_placements(output, graph.mesh) for output in operation.outputs)
+    dims = (*operation.dims, *[""] * len(operation.outputs))
+    outputs = "; ".join(words_text(value_words(output, own, graph.mesh)) for output, own in zip(operation.outputs, dims))
     label = f"{name}\n{operation.op}\n{outputs}\n{format_us(operation.predicted_us)}"
     split = any(place != "R" for output in operation.outputs for place in output)
     return SketchNode(label, "operation", cluster, split, operation.backward)

@@ -1,0 +1,274 @@
+"""Describe one block for people: heavy operators, cheap ones between them merged, and collectives as steps of their own."""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hpml_compiler.plans.schema import GraphPlan, OperationPlan, Redistribution
+from hpml_compiler.visualize.description.module_classes import ModuleClass, block_path
+from hpml_compiler.visualize.description.module_summaries import decided
+from hpml_compiler.visualize.description.placement_words import HEAVY_KINDS, Words, parameter_words, uses_of, value_words
+
+HEAVY, CHEAP, COLLECTIVE, OUTSIDE = "heavy", "cheap", "collective", "outside"
+MOST_STEPS = 300
+RESHAPES = frozenset((
+    "view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "clone", "slice", "alias", "select",
+    "_to_copy", "convert_element_type", "split", "_unsafe_view", "detach", "getitem", "cat", "full", "scalar_tensor"))
+"""Operators that a merged step does not name, as long as it has others."""
+
+
+@dataclass
+class BlockStep:
+    """A step of a block, for one microbatch. title: a weight or an operator; words: of its largest result; weight_words: of the
+    use of its weight; axis: of a collective; operators: the plan's operations in it. recomputed: in backward."""
+
+    kind: str
+    title: str
+    words: Words = field(default_factory=dict)
+    weight_words: Words = field(default_factory=dict)
+    axis: str = ""
+    us: float = 0.0
+    bytes: float = 0.0
+    saved_bytes: int = 0
+    offloaded_bytes: int = 0
+    recomputed: bool = False
+    backward: bool = False
+    operators: list[str] = field(default_factory=list)
+
+
+@dataclass
+class BlockSummary:
+    """The steps of a block by identifier, in order, and its edges. merged: how many operators are in merged steps; left_out:
+    steps that are not shown, the cheapest."""
+
+    name: str
+    microbatches: int
+    steps: dict[str, BlockStep]
+    edges: dict[tuple[str, str], None]
+    merged: int
+    left_out: int = 0
+
+
+def block_summary(graph: GraphPlan, each: ModuleClass, backward: bool = False) -> BlockSummary:
+    """The block that stands for a class of equal ones."""
+    built = _BlockBuilder(graph, each, backward)
+    built.build()
+    summary = BlockSummary(each.name, built.microbatches, built.steps, built.edges,
+                           sum(len(step.operators) for step in built.steps.values() if step.kind == CHEAP))
+    return _smaller(_without_reshapes(summary))
+
+
+class _BlockBuilder:
+    def __init__(self, graph: GraphPlan, each: ModuleClass, backward: bool):
+        self.graph, self.stage = graph, each.stage
+        self.operations = {name: operation for name, operation in each.blocks[0].operations.items()
+                           if backward or not operation.backward}
+        times = graph.microbatches
+        self.microbatches = graph.pipeline.microbatches if graph.pipeline else times.count if times else 1
+        self.moves: dict[tuple[str, str], list[Redistribution]] = defaultdict(list)
+        for move in graph.redistributions:
+            self.moves[move.value, move.consumer].append(move)
+        self.shared: dict[str, list[Redistribution]] = defaultdict(list)
+        for move in graph.redistributions:
+            self.shared[move.value].append(move)
+        self.steps: dict[str, BlockStep] = {}
+        self.edges: dict[tuple[str, str], None] = {}
+        self.weights = self._weights()
+        self.uses = uses_of(graph)
+        self.sizes: dict[str, int] = {}
+        self.home: dict[str, str] = {}
+        self.kept = decided(graph, each.stage)
+
+    def _weights(self) -> dict[str, str]:
+        """Parameter by the name of each value that is made of it alone, by cheap operators."""
+        found = {name: name for name in self.graph.parameters}
+        for name, operation in self.operations.items():
+            if len(operation.sources) == 1 and operation.sources[0] in found and operation.kind not in HEAVY_KINDS:
+                found[name] = found[operation.sources[0]]
+        return found
+
+    def build(self) -> None:
+        depth: dict[str, int] = {}
+        parts: dict[str, str] = {}  # union of cheap operators of one depth that read each other
+
+        def find(name: str) -> str:
+            while parts.setdefault(name, name) != name:
+                name = parts[name]
+            return name
+
+        for name, operation in self.operations.items():
+            if name in self.weights:
+                continue
+            mine = 0
+            for source in operation.sources:
+                if source in depth:
+                    further = self.operations[source].kind in HEAVY_KINDS or bool(self._hops(source, name))
+                    mine = max(mine, depth[source] + further)
+            depth[name] = mine
+            if operation.kind not in HEAVY_KINDS:
+                for source in operation.sources:
+                    before = self.operations.get(source)
+                    if before is not None and depth.get(source) == mine and before.kind not in HEAVY_KINDS and (
+                            before.backward == operation.backward and not self._hops(source, name)):
+                        parts[find(name)] = find(source)
+        for name, operation in self.operations.items():
+            if name in depth:
+                heavy = operation.kind in HEAVY_KINDS
+                self.home[name] = name if heavy else f"merged {find(name)}"
+                self._add(name, operation, heavy)
+        for name, operation in self.operations.items():
+            if name in self.home:
+                for position, source in enumerate(operation.sources):
+                    self._edge(source, name, position)
+        for (value, consumer), moves in self.moves.items():
+            if not consumer and value in self.home:  # reductions for the optimizer, and of results
+                self._collectives(self.home[value], "", moves)
+
+    def _add(self, name: str, operation: OperationPlan, heavy: bool) -> None:
+        short = operation.op.split(".")[1] if operation.op.count(".") > 1 else operation.op.split(".")[-1]
+        identifier = self.home[name]
+        step = self.steps.get(identifier)
+        words = value_words(operation.outputs[0], operation.dims[0] if operation.dims else "", self.graph.mesh) \
+            if operation.outputs else {}
+        if step is None:
+            step = self.steps[identifier] = BlockStep(HEAVY if heavy else CHEAP, "", backward=operation.backward)
+        nbytes = sum(operation.result_bytes)
+        if nbytes >= self.sizes.get(identifier, 0):  # the words of the largest result
+            step.words, self.sizes[identifier] = words, nbytes
+        step.us += operation.predicted_us / self.microbatches
+        step.operators.append(f"{name}: {operation.op}")
+        names = [each for each in step.title.split(", ") if each]
+        if heavy:
+            weight = next((self.weights[source] for source in operation.sources if source in self.weights), "")
+            step.title = self._weight_title(weight) if weight else short.strip("_")
+            if weight:
+                step.weight_words = parameter_words(self.graph, weight, self.uses)
+        elif short not in names:
+            step.title = ", ".join([*names, short])
+        self._remembered(name, operation, step)
+
+    def _remembered(self, name: str, operation: OperationPlan, step: BlockStep) -> None:
+        """Saved, recomputed and offloaded values."""
+        if self.kept is None:
+            if operation.kind != "view":
+                step.saved_bytes += sum(size for size, saved in zip(operation.result_bytes, operation.saved) if saved)
+            return
+        if name in self.kept.saved:
+            step.saved_bytes += self.kept.saved[name].bytes
+        if name in self.kept.offloaded:
+            step.offloaded_bytes += self.kept.offloaded[name].bytes
+        step.recomputed = step.recomputed or name in self.kept.again
+
+    def _weight_title(self, name: str) -> str:
+        path = block_path(name.rpartition(".")[0])
+        short = name.removeprefix(f"{path}.") if path else name
+        return f"{short.removesuffix('.weight')} {' x '.join(map(str, self.graph.parameters[name].shape))}"
+
+    def _hops(self, value: str, consumer: str) -> list[Redistribution]:
+        return [move for move in self._moves(value, consumer) if any(hop.bytes for hop in move.hops)]
+
+    def _moves(self, value: str, consumer: str) -> list[Redistribution]:
+        """Redistributions between a value and a reader; where several readers share one, the plan names the first of them."""
+        if found := self.moves.get((value, consumer)):
+            return found
+        operation, source = self.graph.operations[consumer], self.graph.operations.get(value)
+        wanted = operation.inputs[operation.sources.index(value)] if len(operation.inputs) == len(operation.sources) else ()
+        if source is None or not wanted or any(wanted == made for made in source.outputs):
+            return []
+        return next(([move] for move in self.shared.get(value, ()) if move.target == wanted), [])
+
+    def _edge(self, source: str, name: str, position: int) -> None:
+        head = self.home[name]
+        if source in self.weights:
+            self._gathers(source, name, head)
+        elif source in self.home:
+            if self.home[source] != head or self._hops(source, name):
+                self._collectives(self.home[source], head, self._moves(source, name))
+        elif source in self.graph.operations and not (
+                self.graph.operations[source].backward and not self.graph.operations[name].backward):
+            operation = self.graph.operations[source]
+            outside = f"outside {source}"
+            module = block_path(operation.block) or "the model"
+            dims = operation.dims[0] if operation.dims else ""
+            words = value_words(operation.outputs[0] if operation.outputs else (), dims, self.graph.mesh)
+            self.steps.setdefault(outside, BlockStep(
+                OUTSIDE, f"from {module}", words, bytes=sum(operation.result_bytes) / self.microbatches,
+                backward=operation.backward, operators=[source]))
+            self._collectives(outside, head, self._moves(source, name))
+
+    def _gathers(self, source: str, name: str, head: str) -> None:
+        """Collectives that bring a weight to an operator, at any of the views on its way."""
+        while True:
+            if moves := self.moves.get((source, name)):
+                self._collectives("", head, moves, weight=self.weights[source])
+            operation = self.operations.get(source)
+            if operation is None:
+                return
+            source, name = operation.sources[0], source
+
+    def _collectives(self, tail: str, head: str, moves: list[Redistribution], weight: str = "") -> None:
+        last = tail
+        for hop in (hop for move in moves for hop in move.hops if hop.bytes):
+            parts = 1 if weight or not head else self.microbatches
+            identifier = f"{tail or weight} {hop.collective} {hop.axis} {'' if tail else head}"
+            if identifier not in self.steps:
+                what = f" of {weight.rpartition('.')[0].rpartition('.')[2] or weight}" if weight else (
+                    " of its gradient" if not head and self._is_gradient(tail) else "")
+                self.steps[identifier] = BlockStep(
+                    COLLECTIVE, hop.collective + what, axis=hop.axis,
+                    us=hop.predicted_us / parts, bytes=hop.bytes / parts,
+                    backward=tail in self.steps and self.steps[tail].backward)
+            if last:
+                self.edges[last, identifier] = None
+            last = identifier
+        if last and head and last != head:
+            self.edges[last, head] = None
+
+    def _is_gradient(self, tail: str) -> bool:
+        return tail in self.steps and self.steps[tail].backward
+
+
+def _without_reshapes(summary: BlockSummary) -> BlockSummary:
+    """Merged steps that only reshape are passed through, and others named by what they compute."""
+    for identifier, step in list(summary.steps.items()):
+        if step.kind != CHEAP:
+            continue
+        names = [name for name in step.title.split(", ") if name not in RESHAPES]
+        if names or step.saved_bytes or step.recomputed:
+            step.title = shortened_list(names or ["reshape"])
+            continue
+        before = [tail for tail, head in summary.edges if head == identifier]
+        after = [head for tail, head in summary.edges if tail == identifier]
+        if len(before) > 1 and len(after) > 1:
+            step.title = "reshape"
+            continue
+        summary.edges = {edge: None for edge in summary.edges if identifier not in edge}
+        summary.edges.update({(tail, head): None for tail in before for head in after if tail != head})
+        del summary.steps[identifier]
+    return summary
+
+
+def shortened_list(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _smaller(summary: BlockSummary) -> BlockSummary:
+    """At most MOST_STEPS steps: the cheapest merged ones are passed through."""
+    cheap = sorted((name for name, step in summary.steps.items() if step.kind in (CHEAP, OUTSIDE)),
+                   key=lambda name: summary.steps[name].us)
+    for identifier in cheap[:max(0, len(summary.steps) - MOST_STEPS)]:
+        before = [tail for tail, head in summary.edges if head == identifier]
+        after = [head for tail, head in summary.edges if tail == identifier]
+        summary.edges = {edge: None for edge in summary.edges if identifier not in edge}
+        if len(before) * len(after) <= 16:
+            summary.edges.update({(tail, head): None for tail in before for head in after if tail != head})
+        del summary.steps[identifier]
+        summary.left_out += 1
+    return summary
+
+
+def named(classes: Mapping[str, ModuleClass] | list[ModuleClass], name: str) -> ModuleClass | None:
+    """The class with a name, or with a module of that path."""
+    each = list(classes.values()) if isinstance(classes, Mapping) else classes
+    return next((found for found in each if name == found.name or any(block.path == name for block in found.blocks)), None)

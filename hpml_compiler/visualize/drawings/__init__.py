@@ -1,0 +1,1 @@
+"""Drawings of a plan with Graphviz: overview, one block, all operators."""

@@ -1,0 +1,197 @@
+"""The overview of a plan: pipeline stages from left to right, or modules from top to bottom."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import graphviz
+
+from hpml_compiler.visualize.description.describe_plan import modules_of
+from hpml_compiler.visualize.description.placement_words import dims_text
+from hpml_compiler.visualize.description.records import (
+    COMMUNICATION,
+    COMPUTE,
+    RECOMPUTE,
+    EdgeSummary,
+    MessageSummary,
+    ModuleSummary,
+    PlanDescription,
+    StageSummary,
+    StepSummary,
+)
+from hpml_compiler.visualize.drawings.labels import (
+    FONT,
+    MEMORY_COLORS,
+    PART_COLORS,
+    bar,
+    colored,
+    font,
+    heading,
+    legend,
+    memory_text,
+    row,
+    table,
+    tooltip,
+)
+from hpml_compiler.visualize.formatting import format_bytes, format_count, format_mesh, format_us, shorten
+
+MOST_IN_A_ROW = 5
+"""Stages from left to right; more are drawn from top to bottom."""
+MOST_MODULES = 40
+SMALL = 0.01
+"""Values of less than this share of the largest that passes between modules have no line of their own."""
+WIDTH = 22.0
+"""Of a picture, in inches of 72 points."""
+
+
+def overview(found: PlanDescription, max_nodes: int = 300) -> graphviz.Digraph:
+    across = any(1 < len(step.stages) <= MOST_IN_A_ROW for step in found.steps)
+    drawing = graphviz.Digraph("plan", graph_attr={
+        **FONT, "rankdir": "LR" if across else "TB", "nodesep": "0.35", "ranksep": "0.9" if across else "0.55",
+        "pad": "0.2", "labelloc": "t", "labeljust": "l",
+        "size": f"{WIDTH},400", "splines": "true", "outputorder": "edgesfirst"},
+        node_attr={**FONT, "shape": "plain"},
+        edge_attr={**FONT, "color": "#444444", "fontcolor": "#333333", "arrowsize": "0.7"})
+    where = f"{found.devices} devices" + (f" of {found.cluster}" if found.cluster else "")
+    lines = [font(f"{format_us(found.step_us)} a step predicted, ") + memory_text(found.peak_bytes, found.limit_bytes)]
+    lines += [_step_line(step) for step in found.steps]
+    parts = dict.fromkeys(part for step in found.steps for part in step.parts)
+    memory = dict.fromkeys(part for step in found.steps for stage in step.stages for part in stage.memory)
+    lines.append(legend(PART_COLORS, [part for part in PART_COLORS if part in parts]))
+    lines.append(legend(MEMORY_COLORS, list(memory or found.memory)))
+    drawing.attr(label=heading(found, f"mesh {format_mesh(found.mesh)}: {where}", lines))
+    for number, step in enumerate(found.steps):
+        inner = drawing if len(found.steps) == 1 else graphviz.Digraph(
+            f"cluster_{number}", graph_attr={"label": tooltip(step.name), "pencolor": "#999999", "style": "rounded"})
+        if step.stages:
+            _draw_stages(inner, step, found, f"g{number}")
+        else:
+            _draw_modules(inner, step, found, f"g{number}", min(MOST_MODULES, max(1, max_nodes // len(found.steps))))
+        if inner is not drawing:
+            drawing.subgraph(inner)
+    return drawing
+
+
+def _step_line(step: StepSummary) -> str:
+    gap = "" if step.gap is None else f", gap {step.gap:.2%}"
+    parts = ", ".join(f"{part} {format_us(us)}" for part, us in step.parts.items())
+    times = f", {step.microbatches} microbatches" * (step.microbatches > 1) + f" under {step.schedule}" * bool(step.schedule)
+    text = font(f"{step.name} ({step.status}{gap}){times}: {parts}")
+    return text + "<br/>" + font(step.not_split) if step.not_split else text
+
+
+def _draw_stages(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescription, prefix: str) -> None:
+    for stage in step.stages:
+        modules = modules_of(step, stage.number)
+        rows = [row(font(f"stage {stage.number}", "#111111", 12, True) + font(f"  {stage.devices}"))]
+        rows += [row(_module_line(each) + "<br/>" + colored(each.sharding, found.mesh)) for each in modules[:MOST_MODULES]
+                 if each.parameters or each.compute_us > 0.01 * stage.busy_us]
+        rows.append(row(font(f"forward {format_us(stage.forward_us)}, backward {format_us(stage.backward_us)} a microbatch")))
+        rows.append(row(bar(stage.parts, PART_COLORS, step.step_us)))
+        rows.append(row(font(f"busy {format_us(stage.busy_us)} of {format_us(step.step_us)}, "
+                             f"{stage.in_flight} of {step.microbatches} in flight")))
+        if stage.memory:
+            rows.append(row(bar({k: float(v) for k, v in stage.memory.items()}, MEMORY_COLORS,
+                                float(found.limit_bytes or stage.peak_bytes))))
+            rows.append(row(memory_text(stage.peak_bytes, found.limit_bytes)))
+        drawing.node(f"{prefix}_stage{stage.number}", table(rows), tooltip=tooltip(_stage_tooltip(stage, modules)))
+    for stage, after in zip(step.stages, step.stages[1:], strict=False):
+        on = [each for each in stage.sends if not each.backward]
+        back = [each for each in after.sends if each.backward]
+        label = _message_label(on, back) if on or stage.rank != after.rank else "same devices"
+        names = ", ".join(each.value for each in (*on, *back))
+        drawing.edge(f"{prefix}_stage{stage.number}", f"{prefix}_stage{after.number}", label=_plain(label),
+                     tooltip=tooltip(names), dir="both" if back else "forward", arrowtail="empty", weight="10")
+
+
+def _message_label(on: Sequence[MessageSummary], back: Sequence[MessageSummary]) -> str:
+    """The largest value that goes on, the bytes of all, and those of their gradients."""
+    lines = []
+    if on:
+        largest = max(on, key=lambda each: each.bytes)
+        more = f" and {len(on) - 1} more" if len(on) > 1 else ""
+        lines += [f"{dims_text(largest.dims)}{more}"] if largest.dims else []
+        lines += [f"{format_bytes(sum(each.bytes for each in on))} a microbatch"]
+    if back:
+        lines.append(f"back {format_bytes(sum(each.bytes for each in back))}")
+    return "\n".join(lines)
+
+
+def _stage_tooltip(stage: StageSummary, modules: list[ModuleSummary]) -> str:
+    parts = "\n".join(f"{part}: {format_us(us)}" for part, us in stage.parts.items())
+    memory = "\n".join(f"{part}: {nbytes} bytes" for part, nbytes in stage.memory.items())
+    return f"stage {stage.number} on {stage.devices}\n{parts}\n{memory}\n" + ", ".join(each.name for each in modules)
+
+
+def _module_line(each: ModuleSummary) -> str:
+    times = f"  x {each.count}" if each.count > 1 else ""
+    return font(shorten(each.name, 44), "#111111", bold=True) + font(times)
+
+
+def _draw_modules(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescription, prefix: str, most: int) -> None:
+    cost = {number: (each.compute_us + each.communication_us, each.parameter_bytes) for number, each in enumerate(step.modules)}
+    shown = sorted(sorted(cost, key=lambda number: cost[number], reverse=True)[:most])
+    longest = max((us for us, _ in cost.values()), default=0.0)
+    for number in shown:
+        each = step.modules[number]
+        parts = {COMPUTE: each.compute_us, COMMUNICATION: each.communication_us, RECOMPUTE: each.recompute_us}
+        rows = [row(_module_line(each)), row(colored(each.sharding, found.mesh))]
+        if each.parameter_count:
+            count, stored_bytes = format_count(each.parameter_count), format_bytes(each.parameter_bytes)
+            rows.append(row(font(f"{count} parameters, {stored_bytes} a device")))
+        if sum(parts.values()) >= 0.005 * longest:
+            rows.append(row(bar(parts, PART_COLORS, longest)))
+        rows.append(row(font(", ".join(f"{part} {format_us(us)}" for part, us in parts.items() if us) or "no work")))
+        stored = {"parameters": float(each.parameter_bytes), "saved": float(each.saved_bytes)}
+        if found.limit_bytes and sum(stored.values()) >= 0.001 * found.limit_bytes:
+            rows.append(row(bar(stored, MEMORY_COLORS, float(found.limit_bytes))))
+        if each.saved_bytes or each.offloaded_bytes:
+            text = f"saves {format_bytes(each.saved_bytes)}" if each.saved_bytes else "saves nothing"
+            rows.append(row(font(text + f", offloads {format_bytes(each.offloaded_bytes)}" * bool(each.offloaded_bytes))))
+        drawing.node(f"{prefix}_{number}", table(rows), tooltip=tooltip(module_tooltip(each)))
+    if len(shown) < len(step.modules):
+        rest = [each for number, each in enumerate(step.modules) if number not in set(shown)]
+        rest_us = format_us(sum(each.compute_us for each in rest))
+        text = f"the {len(rest)} cheapest of {len(step.modules)} modules are not drawn: {rest_us}"
+        drawing.node(f"{prefix}_left_out", table([row(font(text))], border=0))
+    _draw_edges(drawing, step, shown, prefix)
+
+
+def _draw_edges(drawing: graphviz.Digraph, step: StepSummary, shown: list[int], prefix: str) -> None:
+    drawn = [edge for edge in step.edges if edge.tail in shown and edge.head in shown and edge.tail < edge.head]
+    largest = max((edge.bytes for edge in drawn), default=0)
+    linked = set()
+    for edge in drawn:
+        if edge.bytes >= SMALL * largest:
+            drawing.edge(f"{prefix}_{edge.tail}", f"{prefix}_{edge.head}", label=_plain(edge_label(edge)),
+                         tooltip=tooltip(edge_tooltip(edge)), weight="10" if edge.head == edge.tail + 1 else "1")
+            linked.add((edge.tail, edge.head))
+    for tail, head in zip(shown, shown[1:], strict=False):  # keeps the order of execution where nothing large is read
+        if (tail, head) not in linked:
+            drawing.edge(f"{prefix}_{tail}", f"{prefix}_{head}", style="invis", weight="5")
+
+
+def edge_label(edge: EdgeSummary) -> str:
+    back = f", back {format_bytes(edge.backward_bytes)}" if edge.backward_bytes else ""
+    lines = [f"{dims_text(edge.dims) or edge.value}: {format_bytes(edge.bytes)}{back}"]
+    lines += [f"{each.kind} over {each.axis}: {format_us(each.us)}" for each in edge.collectives]
+    return "\n".join(lines)
+
+
+def edge_tooltip(edge: EdgeSummary) -> str:
+    return f"{edge.value} ({edge.dims or 'unknown dims'}): {edge.bytes} bytes a device"
+
+
+def module_tooltip(each: ModuleSummary) -> str:
+    lines = [f"{each.name} x{each.count}", f"compute {each.compute_us:.2f} us",
+             *(f"{axis}: {total.us:.2f} us, {total.bytes:.0f} bytes, {total.count:g} collectives"
+               for axis, total in each.communication.items()),
+             f"saved {each.saved_bytes} bytes",
+             *(f"{p.name} {list(p.shape)} {p.dtype}: {', '.join(p.placements)}" for p in each.parameters[:20])]
+    return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    """Text for a plain label."""
+    lines = ("".join(each if each.isprintable() else " " for each in line)[:80] for line in text.split("\n"))
+    flat = "\n".join(f"  {line}  " for line in lines)
+    return graphviz.nohtml(graphviz.escape(flat).replace("\n", "\\n"))
