@@ -34,7 +34,7 @@ LAYERS = {
         ("options",),
         ("optimizer_transient",),
         ("simulate",),
-        ("planner",),
+        ("pages", "planner"),
         ("energy", "integrations"),
         ("monitor",),
         ("session",),

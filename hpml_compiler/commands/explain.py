@@ -9,8 +9,9 @@ import typer
 from hpml_compiler.cli_target import load_target
 from hpml_compiler.commands._at_work import at_work
 from hpml_compiler.commands.plan import checked_options, peak_of
+from hpml_compiler.visualize.picture_files import picture_format
 from passes.errors import BadInput, shortened
-from passes.filesystem.text_files import check_writable
+from passes.filesystem.text_files import check_writable, write_file
 from passes.json_records import read_json
 
 MOST_DIGITS = 12  # of a size: formulas sum products of several sizes
@@ -41,17 +42,19 @@ def explain(
         typer.Option(metavar="KEY=VALUE", help="For a TARGET: pin an option (plan=PLAN.json) or an axis (dp=2); repeatable."),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the formulas to this JSON file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw which device has which part of NAME into this file (.svg).")] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Show the contents of a device's memory at its peak.")] = False,
 ) -> None:
     """Explain the placement and cost of NAME; or show cost formulas; or the memory peak."""
     check_writable(save, "the formulas")
+    _check_svg(svg, name)
     if memory and (name is not None or grow or what_if or save):
         raise BadInput("--memory explains a whole plan", "explain", "leave out NAME, --grow, --what-if and --save")
     formulas_wanted = bool(grow or what_if or save)
     if target.endswith(".json"):
-        cost = _read(target, name, formulas_wanted, memory)
+        cost = _read(target, name, formulas_wanted, memory, svg)
     else:
-        cost = _make(target, name, formulas_wanted, cluster, fix or [], _sizes(dim or [], "--dim"), memory)
+        cost = _make(target, name, formulas_wanted, cluster, fix or [], _sizes(dim or [], "--dim"), memory, svg)
     if cost is None:
         return
     sizes = _sizes(what_if or [], "--what-if")
@@ -67,7 +70,13 @@ def explain(
     print(wrapped("\n\n".join(texts)), end="\n" if texts else "")
 
 
-def _read(path: str, name: str | None, formulas_wanted: bool, memory: bool) -> Any:
+def _check_svg(svg: Path | None, name: str | None) -> None:
+    check_writable(svg, "the grid")
+    if svg is not None and (name is None or picture_format(svg, "the grid") != "svg"):
+        raise BadInput("--svg draws the grid of NAME into a file that ends in .svg", str(svg), "give NAME and --svg FILE.svg")
+
+
+def _read(path: str, name: str | None, formulas_wanted: bool, memory: bool, svg: Path | None) -> Any:
     """Read formulas from a file and return them; for a plan, explain NAME or its memory and return None."""
     from hpml_compiler.instruments.cost_formulas.formula_file import is_formulas, load
 
@@ -81,11 +90,12 @@ def _read(path: str, name: str | None, formulas_wanted: bool, memory: bool) -> A
     if formulas_wanted:
         raise BadInput("a plan has no cost formulas", path,
                        f"give the model: `hpml explain TARGET --fix plan={path} --grow`")
-    _say(found, name, memory)
+    _say(found, name, memory, svg)
     return None
 
 
-def _say(found: Any, name: str | None, memory: bool) -> None:
+def _say(found: Any, name: str | None, memory: bool, svg: Path | None) -> None:
+    from hpml_compiler.visualize.explanation import explain_svg
     from hpml_compiler.visualize.memory_explanation import memory_text
     from hpml_compiler.visualize.plan_table import stages_text
     from hpml_compiler.visualize.terminal import columns
@@ -94,10 +104,12 @@ def _say(found: Any, name: str | None, memory: bool) -> None:
         print(stages_text(found))
         return
     print(memory_text(found, peak_of(found)) if memory else found.explain(_required(name), columns()))
+    if svg is not None:
+        write_file(svg, explain_svg(found, _required(name)), "the grid")
 
 
 def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | None, fixes: list[str],
-          dims: dict[str, int], memory: bool) -> Any:
+          dims: dict[str, int], memory: bool, svg: Path | None) -> Any:
     """Build the formulas of a target; or explain NAME or its memory, and return None."""
     if not formulas_wanted and not memory:
         _required(name)
@@ -118,7 +130,7 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
     if not isinstance(found, Plan):
         raise BadInput("a plan for groups of different devices places a node once per group", target,
                        "explain one group, or run `hpml plan` to see the groups")
-    _say(found, name, memory)
+    _say(found, name, memory, svg)
     return None
 
 

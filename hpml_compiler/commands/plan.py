@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the plan into this file (.svg, .png, .pdf).")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the plan as one page to this HTML file.")] = None,
     view: Annotated[str | None, typer.Option(
         help="Picture of --svg: overview (the default), block or operators.")] = None,
     block: Annotated[str | None, typer.Option(help="Module that the view block draws; by default the costliest.")] = None,
@@ -47,6 +49,7 @@ def plan(
     options = checked_options(fix or [], {name: value for name, value in flags.items() if value is not None})
     check_writable(save, "the plan")
     check_picture(svg, "the plan")
+    check_writable(html, "the page of the plan")
     drawn = _picture_options(svg, view, block, backward)
     with at_work() as progress:
         found = _make(target, {**options, "run_breaks": True} if run_breaks else options, progress)
@@ -56,12 +59,23 @@ def plan(
         print(json.dumps({**found.summary_json(), **_memory(found)}, allow_nan=False))
     else:
         _print_table(found)
+    if html is not None:
+        _write_page(found, html)
     if svg is not None:  # last: it fails where the program dot is missing
         found.render(svg, **drawn)
     if not partial and (unplanned := [part for part in getattr(found, "unplanned", ()) if part.used]):
         count = sum(len(part.parameters) for part in unplanned)
         raise Infeasible(f"{count} parameters of the model are not in the plan: {unplanned[0].reason}",
                          unplanned[0].where or target, "give --run-breaks, if the weights are real, or --partial")
+
+
+def _write_page(found: Any, path: Path) -> None:
+    from hpml_compiler.pages.plan_page import write_page
+    from hpml_compiler.plan_api.model_plan import Plan
+
+    if not isinstance(found, Plan):
+        raise BadInput("a plan for groups of different devices has no page", "--html", "plan one group, or give --svg")
+    write_page(found, path, ["hpml", *sys.argv[1:]])
 
 
 VIEWS = ("overview", "block", "operators")

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.schema import ROOT, GraphPlan, OperationPlan, ParameterPlan, Redistribution
+from hpml_compiler.visualize.description.device_grid import device_grid
 from hpml_compiler.visualize.description.module_classes import block_path, module_classes, owner_path
+from hpml_compiler.visualize.description.placement_words import parameter_words, uses_of, value_words, words_text
 from hpml_compiler.visualize.formatting import describe_placements, format_bytes, format_mesh, format_placements, format_us
+from hpml_compiler.visualize.grid_views import grid_lines, grid_svg
 from passes.errors import BadInput
 
 MOST_USERS = 8
@@ -30,12 +33,32 @@ def explain(plan: PlanContent, name: str) -> str:
     return "\n\n".join(parts)
 
 
+def explain_svg(plan: PlanContent, name: str) -> str:
+    """The grid of a parameter as it is stored, or of an operation's first result, as SVG. Raises BadInput."""
+    for graph in plan.graphs:
+        if name in graph.parameters:
+            parameter = graph.parameters[name]
+            return grid_svg(name, device_grid(parameter.placements, graph.mesh), parameter.dims)
+        if name in graph.operations and graph.operations[name].outputs:
+            operation = graph.operations[name]
+            return grid_svg(name, device_grid(operation.outputs[0], graph.mesh), operation.dims[0] if operation.dims else "")
+    raise _unknown(plan, name)
+
+
 def _parameter(graph: GraphPlan, name: str, parameter: ParameterPlan) -> Iterator[str]:
     yield (f"{'trainable' if parameter.trainable else 'frozen'} parameter, {parameter.dtype}{list(parameter.shape)}, "
            f"{format_bytes(parameter.bytes_whole)} unsharded, {format_bytes(parameter.bytes_per_device)} per device")
     yield "stored as"
     yield from (f"  {line}" for line in describe_placements(parameter.placements, graph.mesh) or ["one device"])
-    if stand_in := _stand_in(graph, name):
+    stand_in = _stand_in(graph, name)
+    uses = uses_of(graph)
+    yield f"in words, stored as {words_text(value_words(parameter.placements, parameter.dims, graph.mesh))}"
+    if used := uses.get(stand_in or name):
+        words = parameter_words(graph, name, {name: used})
+        yield f"in forward, used as {words_text(words)} ({format_placements(parameter.held or used, graph.mesh)})"
+    yield "the devices have"
+    yield from (f"  {line}" for line in grid_lines(device_grid(parameter.placements, graph.mesh), parameter.dims))
+    if stand_in:
         yield f"the operations of its block are not listed; see {stand_in} of an equal block"
         yield from _gradient(graph, parameter)
         return
@@ -85,6 +108,8 @@ def _operation(graph: GraphPlan, operation: OperationPlan) -> Iterator[str]:
     for position, output in enumerate(operation.outputs):
         yield f"placement of output {position}" if len(operation.outputs) > 1 else "placement of its output"
         yield from (f"  {line}" for line in describe_placements(output, graph.mesh) or ["not a tensor, or one device"])
+        if output and position < len(operation.dims):
+            yield f"  in words {words_text(value_words(output, operation.dims[position], graph.mesh))}"
     for position, placements in enumerate(operation.inputs):
         source = f" from {operation.sources[position]}" if position < len(operation.sources) else ""
         yield f"reads input {position}{source} as {format_placements(placements, graph.mesh)}"

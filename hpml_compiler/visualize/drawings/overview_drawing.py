@@ -82,7 +82,8 @@ def _step_line(step: StepSummary) -> str:
 def _draw_stages(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescription, prefix: str) -> None:
     for stage in step.stages:
         modules = modules_of(step, stage.number)
-        rows = [row(font(f"stage {stage.number}", "#111111", 12, True) + font(f"  {stage.devices}"))]
+        title = font(f"stage {stage.number}", "#111111", 12, True)
+        rows = [row(title + "&#160;&#160;" + font(stage.devices))]
         rows += [row(_module_line(each) + "<br/>" + colored(each.sharding, found.mesh)) for each in modules[:MOST_MODULES]
                  if each.parameters or each.compute_us > 0.01 * stage.busy_us]
         rows.append(row(font(f"forward {format_us(stage.forward_us)}, backward {format_us(stage.backward_us)} a microbatch")))
@@ -93,7 +94,8 @@ def _draw_stages(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescri
             rows.append(row(bar({k: float(v) for k, v in stage.memory.items()}, MEMORY_COLORS,
                                 float(found.limit_bytes or stage.peak_bytes))))
             rows.append(row(memory_text(stage.peak_bytes, found.limit_bytes)))
-        drawing.node(f"{prefix}_stage{stage.number}", table(rows), tooltip=tooltip(_stage_tooltip(stage, modules)))
+        name = f"{prefix}_stage{stage.number}"
+        drawing.node(name, table(rows), id=name, tooltip=tooltip(_stage_tooltip(stage, modules)))
     for stage, after in zip(step.stages, step.stages[1:], strict=False):
         on = [each for each in stage.sends if not each.backward]
         back = [each for each in after.sends if each.backward]
@@ -123,8 +125,8 @@ def _stage_tooltip(stage: StageSummary, modules: list[ModuleSummary]) -> str:
 
 
 def _module_line(each: ModuleSummary) -> str:
-    times = f"  x {each.count}" if each.count > 1 else ""
-    return font(shorten(each.name, 44), "#111111", bold=True) + font(times)
+    times = f"x {each.count}" if each.count > 1 else ""
+    return font(shorten(each.name, 44), "#111111", bold=True) + "&#160;&#160;" * bool(times) + font(times)
 
 
 def _draw_modules(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescription, prefix: str, most: int) -> None:
@@ -147,7 +149,7 @@ def _draw_modules(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescr
         if each.saved_bytes or each.offloaded_bytes:
             text = f"saves {format_bytes(each.saved_bytes)}" if each.saved_bytes else "saves nothing"
             rows.append(row(font(text + f", offloads {format_bytes(each.offloaded_bytes)}" * bool(each.offloaded_bytes))))
-        drawing.node(f"{prefix}_{number}", table(rows), tooltip=tooltip(module_tooltip(each)))
+        drawing.node(f"{prefix}_{number}", table(rows), id=f"{prefix}_{number}", tooltip=tooltip(module_tooltip(each)))
     if len(shown) < len(step.modules):
         rest = [each for number, each in enumerate(step.modules) if number not in set(shown)]
         rest_us = format_us(sum(each.compute_us for each in rest))

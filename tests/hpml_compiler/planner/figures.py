@@ -1,11 +1,15 @@
 """Checks that all figures which a plan is shown with agree."""
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate import simulate
+from hpml_compiler.visualize.description.module_classes import module_classes
+from hpml_compiler.visualize.description.records import COMMUNICATION, COMPUTE, RECOMPUTE
 from hpml_compiler.visualize.formatting import format_bytes, format_us
 from hpml_compiler.visualize.memory_explanation import memory_json, memory_text
 
@@ -15,6 +19,7 @@ def check_figures(plan: Plan) -> None:
     _bytes(plan, found, summary, table)
     for graph in plan.step_graphs:
         _times(graph, table)
+    _description(plan, found, table)
     cost = plan.predicted
     assert cost.step_time_us == pytest.approx(summary["step_time_s"] * 1e6, rel=1e-9)
     assert cost.step_time_us == pytest.approx(sum(graph.predicted.step_time_us for graph in plan.step_graphs), rel=1e-9)
@@ -62,3 +67,39 @@ def _stages(plan: Plan) -> None:
     moved = sum(hop.predicted_us * move.multiplicity for move in graph.redistributions for hop in move.hops if hop.bytes)
     assert cost.communication_us * graph.pipeline.ranks >= moved, "microbatches take no less than a whole batch"
     assert max(stage.memory_bytes for stage in graph.pipeline.stages) <= plan.peak.bytes
+
+
+def _description(plan: Plan, played, table: str) -> None:
+    """What tables, pictures and pages show of the plan adds up, and is what the plan says."""
+    found, picture = plan.describe(), plan.graphviz().source
+    json.dumps(found.to_json(), allow_nan=False)
+    assert found.step_us == plan.predicted.step_time_us and format_us(found.step_us) in picture
+    assert found.peak_bytes == sum(found.memory.values()) == plan.peak.bytes
+    assert f"peak {format_bytes(found.peak_bytes)}" in picture
+    for axis in found.axes:
+        assert format_us(axis.communication.us) in table or not axis.communication.us
+    for step, graph in zip(found.steps, plan.step_graphs, strict=True):
+        assert sum(step.parts.values()) == pytest.approx(step.step_us, rel=1e-6)
+        assert all(f"{part} {format_us(us)}" in picture and format_us(us) in table for part, us in step.parts.items())
+        assert step.bound is None or graph.solver.cost is None or step.bound <= graph.solver.cost * (1 + 1e-9)
+        for each, runs in zip(step.modules, (each.runs for each in module_classes(graph)), strict=True):
+            assert (each.compute_us > 0) == any(graph.operations[name].predicted_us for name in runs), each.name
+        if graph.pipeline is None:
+            _adds_up(step.modules, graph.predicted.compute_us, graph.predicted.communication_us)
+            continue
+        ranks = graph.pipeline.ranks
+        for stage in step.stages:
+            modules = [each for each in step.modules if each.stage == stage.number]
+            _adds_up(modules, stage.parts[COMPUTE], stage.parts[COMMUNICATION])
+        for rank in range(ranks):
+            own = [stage for stage in step.stages if stage.rank == rank]
+            assert sum(sum(stage.parts.values()) for stage in own) == pytest.approx(step.step_us, rel=1e-6)
+            assert own[0].peak_bytes <= found.peak_bytes
+        assert max(stage.peak_bytes for stage in step.stages) == found.peak_bytes
+        computed = sum(stage.parts[COMPUTE] + stage.parts[RECOMPUTE] for stage in step.stages) / ranks
+        assert computed == pytest.approx(graph.predicted.compute_us, rel=1e-6) == pytest.approx(played.compute_us, rel=0.02)
+
+
+def _adds_up(modules, compute_us: float, communication_us: float) -> None:
+    assert sum(each.compute_us for each in modules) == pytest.approx(compute_us, rel=1e-6, abs=1e-6)
+    assert sum(each.communication_us for each in modules) == pytest.approx(communication_us, rel=1e-6, abs=1e-6)
