@@ -42,10 +42,17 @@ def _level(value: object) -> object:
     return value
 
 
+def _count(value: object) -> object:
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError("give 'auto' or a whole number from 1 on")
+    return value
+
+
 Budget = Annotated[int | float, BeforeValidator(parse_budget)]
 Watts = Annotated[float, BeforeValidator(parse_watts)]
 ZeroLevel = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_level)]
 AxisSizes = Annotated[dict[str, int], BeforeValidator(parse_axes)]
+LossChunks = Annotated[Literal["auto"] | int, BeforeValidator(_count)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 RecomputeByBlock = Annotated[dict[str, Recompute], BeforeValidator(parse_recompute)]
 Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
@@ -94,6 +101,10 @@ class Options(BaseModel):
     outputs: Literal["auto", "whole"] = Field(
         "auto", description='outputs of the model besides the loss, such as logits: "auto" keeps them sharded until they are '
         'read, and on one device computes large ones when they are first read; "whole" returns them as eager code does')
+    loss_chunks: LossChunks = Field(
+        "auto", description='chunks of rows in which the loss is computed from the last hidden state, with its gradients, '
+        "so that logits of a large vocabulary are in memory for one chunk at a time: their number; 1 computes it at once; "
+        '"auto" decides by bytes; results are those of the whole batch')
     passes: Names = Field(
         (), description='names of registered passes, such as "my_pass", run in this order on each traced graph before it is '
         "analyzed; see the guide on writing a pass")

@@ -22,6 +22,7 @@ from hpml_compiler.compile.decide.decided_graph import DecidedGraph
 from hpml_compiler.compile.decide.plan_entry import PlanEntry, warn_replicated
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.lower.compile_timer import compile_phase
+from hpml_compiler.compile.lower.loss_chunking import change_traced
 from hpml_compiler.compile.lower.lowering import Call, Lowering
 from hpml_compiler.compile.program.step_program import StepProgram
 from hpml_compiler.compile.program.step_runtime import MakesWhole, StepRuntime
@@ -129,7 +130,7 @@ class GraphCompiler:
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         found = self.earlier.entry
         if found is None:
-            run_named_passes(self.options.passes, joint)
+            change_traced(joint, num_fwd_outputs, self.options, self.alone)
             self.earlier.note_results(joint, num_fwd_outputs)
             halves = self._split(joint, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
         else:

@@ -12,7 +12,7 @@ from hpml_compiler.compile.graph_compiler import GraphCompiler
 from hpml_compiler.compile.inputs.unsupported_graphs import check_supported
 from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.lower.inductor_cache_dir import check_cache_dir
-from hpml_compiler.compile.lower.lowering import boxed
+from hpml_compiler.compile.lower.lowering import Lowering, boxed
 from hpml_compiler.compile.wrapper.deferred_outputs import Compile, with_deferred_outputs
 from hpml_compiler.options import Options
 from hpml_compiler.runtime.install.unwrap_inputs import copy_for_set_data
@@ -20,6 +20,11 @@ from hpml_compiler.runtime.optimizer.optimizer_offload import offload_state, wat
 from hpml_compiler.runtime.program.second_derivatives import without_second_derivatives
 from hpml_compiler.runtime.program.undefined_gradients import with_undefined_gradients
 from passes import compat
+from passes.manager import PassManager
+from passes.tracing.joint_trace import decompositions
+from passes.transforms.cleanup.common_subexpressions import Deduplicate
+from passes.transforms.cleanup.pre_partition import TagPhases
+from passes.transforms.loss_chunks.chunk_loss import Chunks, chunk_loss, source_hash
 
 
 def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -30,7 +35,8 @@ def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], option
     if (ours and torch.is_grad_enabled()) or options.passes:
         check_supported(gm)
         return _with_gradients_as_eager(lambda *graph: GraphCompiler(*graph, options=options).compile(), gm, example_inputs)
-    compile_ = functools.partial(_with_gradients_as_eager, _by_inductor if options.compiler == "inductor" else _by_eager)
+    by = functools.partial(_by_inductor if options.compiler == "inductor" else _by_eager, chunks=options.loss_chunks)
+    compile_ = functools.partial(_with_gradients_as_eager, by)
     return with_deferred_outputs(gm, example_inputs, compile_) if options.shards_outputs else compile_(gm, example_inputs)
 
 
@@ -39,12 +45,24 @@ def _with_gradients_as_eager(compile_: Compile, gm: GraphModule, example_inputs:
     return without_second_derivatives(around(compile_(gm, example_inputs)))
 
 
-def _by_inductor(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def _by_inductor(gm: GraphModule, example_inputs: Sequence[Any], chunks: Chunks) -> Callable[..., Any]:
+    run = functools.partial(chunk_loss, chunks=chunks)
+    joint_pass = None if chunks == 1 else compat.JointPass(run, f"{chunks} {source_hash()}")
     with compile_phase("compile", "compiling with inductor", {}), check_cache_dir():
-        return compat.inductor_whole(gm, example_inputs, check_cache_dir)
+        return compat.inductor_whole(gm, example_inputs, check_cache_dir, joint_pass)
 
 
-def _by_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def _by_eager(gm: GraphModule, example_inputs: Sequence[Any], chunks: Chunks) -> Callable[..., Any]:
+    """Without a compiler, chunks of the loss are made only where their number is given: operators are decomposed then."""
     copy_for_set_data(gm)
     compiler = lambda graph, _: boxed(graph.forward)  # noqa: E731
-    return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(gm, example_inputs)
+    own: dict[str, Any] = {}
+    if chunks not in (1, "auto"):
+        def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None,
+                      **_: Any) -> Any:
+            chunk_loss(joint, num_fwd_outputs, chunks)
+            PassManager((Deduplicate(), TagPhases(num_fwd_outputs)))(joint)
+            return Lowering("eager").partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices)
+
+        own = {"partition_fn": partition, "decompositions": decompositions("eager")}
+    return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler, **own)(gm, example_inputs)

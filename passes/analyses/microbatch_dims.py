@@ -65,7 +65,7 @@ def seeds(values: Sequence[Value], microbatches: int) -> list[Seed]:
 
 def time_strategies(op: Operation, rule: Rule | None, splits: Sequence[frozenset[tuple[int, int]]]) -> tuple[Strategy, ...]:
     """Those strategies of an operation that are on the time axis. splits: by value, the factors that number microbatches."""
-    return tuple(s for s in op.strategies if _along(op, s, splits) and _same_for_all(rule, s))
+    return tuple(s for s in op.strategies if _along(op, s, splits) and same_for_all(rule, s))
 
 
 def _along(op: Operation, strategy: Strategy, splits: Sequence[frozenset[tuple[int, int]]]) -> bool:
@@ -79,7 +79,7 @@ def touches(op: Operation, strategy: Strategy, splits: Sequence[frozenset[tuple[
                if isinstance(p, tuple))
 
 
-def _same_for_all(rule: Rule | None, strategy: Strategy) -> bool:
+def same_for_all(rule: Rule | None, strategy: Strategy) -> bool:
     """True if the call is the same in all microbatches: not if it depends on its position in a range."""
     if rule is None or not (rule.ordered or rule.indexed):
         return True

@@ -17,15 +17,16 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from passes.compat import fake_of, is_fake, static_int
+from passes.compat import LOOP_TURN, fake_of, is_fake, static_int
+from passes.graph.fx_nodes import IN_FORWARD
 from passes.graph.user_checkpointing import CHECKPOINTED
 from passes.pass_result import attribute_of
 from passes.serialization.restricted_pickle import Classes, NotPlain, RestrictedPickler, RestrictedUnpickler, classes_of
 from passes.serialization.serialized_calls import PARTS, CannotSerialize, called, own_name, packed_target
 
-KEPT_META = ("partitioner_tag",)
+KEPT_META = ("partitioner_tag", LOOP_TURN)
 _MODULES_OF_NODE = "nn_module_stack"
-TRACED_META = ("partitioner_tag", "desc", "seq_nr", "is_gradient_acc", _MODULES_OF_NODE, *CHECKPOINTED)
+TRACED_META = (*KEPT_META, IN_FORWARD, "desc", "seq_nr", "is_gradient_acc", _MODULES_OF_NODE, *CHECKPOINTED)
 """Metadata that annotating a traced graph reads besides its values."""
 LARGEST_CONSTANT_BYTES = 2**20
 _CONSTANTS = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None),

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,11 +22,24 @@ from passes.compat.codegen.quick_minimum_cut import from_both_ends
 from passes.compat.patching.patches import replaced
 from passes.session_state import state_of
 
+LOOP_TURN = "hpml_turn"
+"""Key in the meta of a call of an unrolled loop: the number of the turn that it is from."""
+
+
+@dataclass(frozen=True)
+class JointPass:
+    """A pass over joint graphs. run: takes the graph and the number of forward's outputs. key: equal for passes that do the
+    same, as part of the keys of inductor's caches."""
+
+    run: Callable[[torch.fx.GraphModule, int], Any]
+    key: str
+
 
 def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
-                   around: Callable[[], Any] = contextlib.nullcontext) -> Callable[..., Any]:
+                   around: Callable[[], Any] = contextlib.nullcontext, joint_pass: JointPass | None = None,
+                   ) -> Callable[..., Any]:
     """Compile a Dynamo graph like `backend="inductor"`. around: makes a context in which each half is compiled, backward in
-    its first call."""
+    its first call. joint_pass: changes the joint graph before it is partitioned."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -35,15 +49,29 @@ def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
     @functools.wraps(compile_fx_inner)
     def compile_half(*args: Any, **kwargs: Any) -> Any:
         wait_for_vector_instructions()
-        with around(), later():
+        with around(), later(), _loops_in_order(args[0]):
             return compile_fx_inner(*args, **kwargs)
 
     # Part of a cache's key: plain inductor caches graphs of the same inputs, decomposed by its own table.
     key = {**config.unsafe_marked_cacheable_functions, "hpml.decompositions": "1"}
     # Around all, since kernels are loaded from AOTAutograd's cache, too.
-    with later(), without_wrong_decompositions(), config.patch(unsafe_marked_cacheable_functions=key):
+    settings: dict[str, Any] = {"unsafe_marked_cacheable_functions": key}
+    if joint_pass is not None:
+        from passes.compat.codegen.joint_pass import PartitionerBehindPass
+
+        settings["custom_partitioner_fn"] = PartitionerBehindPass(joint_pass.run, joint_pass.key, config.custom_partitioner_fn)
+    with later(), without_wrong_decompositions(), config.patch(settings):
         return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=compile_half,
                                                      decompositions=inductor_decompositions()))
+
+
+def _loops_in_order(gm: torch.fx.GraphModule) -> contextlib.AbstractContextManager[None]:
+    """Context that keeps the order of an unrolled loop, for graphs with one."""
+    if not any(LOOP_TURN in node.meta for node in gm.graph.nodes):
+        return contextlib.nullcontext()
+    from passes.compat.codegen.inductor_chunks import turns_in_order
+
+    return turns_in_order(LOOP_TURN)
 
 
 @contextlib.contextmanager
@@ -234,7 +262,7 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, stat
 
     wait_for_vector_instructions()
     settings = {"triton.cudagraphs": False, **({"reorder_for_peak_memory": False} if keep_order else {})}
-    with contextlib.nullcontext() if reuse else scheduled_in_graph_order(), config.patch(settings):
+    with _loops_in_order(gm) if reuse else scheduled_in_graph_order(), config.patch(settings):
         return compile_fx_inner(
             gm, example_inputs, static_input_idxs=tuple(static_inputs), is_backward=is_backward,
             is_inference=is_inference, graph_id=next(state_of(_GraphIds).numbers),

@@ -52,7 +52,7 @@ def scheduled_in_graph_order() -> Iterator[None]:
             lambda self: usual(self) or _freed_bytes(self.scheduler) >= LEAST_FREED_BYTES),
         "Scheduler.can_fuse": lambda fuses: (
             lambda self, node1, node2, *how, **more: (
-                len(_places(self.nodes).stretches(node1, node2)) <= 1 and fuses(self, node1, node2, *how, **more))),
+                len(graph_positions(self.nodes).stretches(node1, node2)) <= 1 and fuses(self, node1, node2, *how, **more))),
         "StorageBox.should_realize_on_reuse": lambda usual: (
             lambda self, users, **more: usual(self, users, **more) or users > 1 and _is_costly(self.data)),
     }
@@ -64,7 +64,7 @@ class InGraphOrder(SchedulerPass):
     """Run the ready kernel that is first in the graph."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        places = _places(nodes)
+        places = graph_positions(nodes)
         first = [min(places.of(node), default=-1) for node in nodes]
         makers = {name: k for k, node in enumerate(nodes) for name in node.get_buffer_names()}
         waits_for = [{makers[dep.name] for dep in node.unmet_dependencies if dep.name in makers} - {k}
@@ -129,7 +129,7 @@ def _is_costly(data: Any) -> bool:
     return isinstance(data, Pointwise) and is_cpu(data) and not COSTLY.isdisjoint(data.inner_fn_opcount().used_ops)
 
 
-def _places(nodes: Iterable[Any]) -> _GraphPositions:
+def graph_positions(nodes: Iterable[Any]) -> _GraphPositions:
     """Positions for the graph that is being compiled. nodes: all of its kernels; called before and after fusion."""
     graph: Any = V.graph
     if not hasattr(graph, "hpml_places"):

@@ -27,23 +27,32 @@ def nonlinear_calls(gm: GraphModule, tangent: str, forward_outputs: int) -> list
 
     gm: a joint graph, possibly with the markers of a loop. Calls of unknown operators count as not linear.
     """
-    linear = {node for node in gm.graph.find_nodes(op="placeholder") if node.name == tangent}
-    zeros: set[Node] = set()
-    found: list[str] = []
+    (given,) = (node for node in gm.graph.find_nodes(op="placeholder") if node.name == tangent)
+    calls = LinearCalls(given)
     for node in gm.graph.nodes:
-        if node.op != "call_function":
-            continue
-        given = linear.intersection(node.all_input_nodes)
-        if not given:
-            if _is_zero(node, zeros):
-                zeros.add(node)
-        elif _is_linear(node, linear, zeros):
-            linear.add(node)
-        else:
-            found.append(node.name)
-            linear.add(node)  # calls after it are not named again
+        calls.note(node)
     results = [node for node in returned_nodes(gm)[forward_outputs:] if node is not None]
-    return found + [node.name for node in results if node not in linear and node not in zeros]
+    return [*(node.name for node in gm.graph.nodes if node in calls.found),
+            *(node.name for node in results if node not in calls.linear and node not in calls.zeros)]
+
+
+class LinearCalls:
+    """Which calls are linear in a tangent, noted in the order of the graph. linear: all nodes that depend on it; zeros: those
+    that are zero; found: calls that are not linear; calls after them are not found again."""
+
+    def __init__(self, tangent: Node) -> None:
+        self.linear, self.zeros, self.found = {tangent}, set[Node](), set[Node]()
+
+    def note(self, node: Node) -> None:
+        if node.op != "call_function":
+            return
+        if self.linear.isdisjoint(node.all_input_nodes):
+            if _is_zero(node, self.zeros):
+                self.zeros.add(node)
+            return
+        if not _is_linear(node, self.linear, self.zeros):
+            self.found.add(node)
+        self.linear.add(node)
 
 
 def _is_linear(node: Node, linear: set[Node], zeros: set[Node]) -> bool:

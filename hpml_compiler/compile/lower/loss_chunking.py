@@ -1,0 +1,15 @@
+"""Passes over a joint graph as it was traced: those that the options name, and the loss in chunks."""
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from hpml_compiler.options import Options
+from passes.tracing.named_passes import run_named_passes
+from passes.transforms.loss_chunks.chunk_loss import chunk_loss
+
+
+def change_traced(joint: GraphModule, forward_outputs: int, options: Options, alone: bool) -> None:
+    """alone: on one device. With microbatches, the loss is in their loop."""
+    run_named_passes(options.passes, joint)
+    if alone and options.microbatches == 1:
+        chunk_loss(joint, forward_outputs, options.loss_chunks)
