@@ -15,6 +15,7 @@ from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext, 
 from hpml_compiler.planner.graph.microbatching import joint_of_loss
 from hpml_compiler.planner.graph.plan_assembly import as_plan
 from hpml_compiler.planner.graph.step_problem import StepProblem
+from hpml_compiler.planner.graph_boundaries import GraphBoundaries
 from hpml_compiler.planner.search.dry_run import DryRun
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.stage_warnings import warn_of_empty_stages, warn_without_stages
@@ -61,6 +62,7 @@ class OfflinePlanner:
         self.graphs: dict[str, GraphMemory] = {}
         self.met: set[str] = set()
         self.rejected: list[MeshAttempt] = []
+        self.boundaries = GraphBoundaries()
 
     def plan(self, traces: TracedModel, allowance: WorkLimit) -> list[GraphPlan]:
         """Plans of all graphs: of a deep model from the trace of a few of its layers, where that is sound."""
@@ -76,6 +78,8 @@ class OfflinePlanner:
         for number, traced in enumerate(traces.traced):
             part = allowance.part(max(allowance.left_s, 0.0) / (len(traces.traced) - number))
             annotated = None if self.options.stage_ranks > 1 else traces.whole[number]
+            if records and annotated is not None and self.options.microbatches == 1:
+                traced, annotated = self.boundaries.arriving(traced, annotated, records[0].mesh)
             step = self.problem(f"graph_{number}", traced, annotated, part)
             records.append(self.record(step if not records else replace(step, fixed_mesh=records[0].mesh)))
         return records
@@ -112,6 +116,8 @@ class OfflinePlanner:
         `LayersDiffer` where a few layers do not represent all."""
         decided = self._decided(step)
         decision, planned, sharing = decided.decision, decided.planned, step.sharing
+        if planned is not None and decision.stages is None:
+            self.boundaries.note(step.name, step.annotated, planned.decision)
         if decision.stages is not None:
             warn_of_empty_stages(step.name, decision.stages)
         kept = decision.checkpointing

@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from passes.tracing.untraced_parts import GraphCalls, UntracedPart
 @dataclass(frozen=True)
 class JointTrace:
     """Joint graph, its inputs in the order of the Dynamo graph, and the number of its forward outputs. leaves: positions of the
-    inputs whose gradients go into `.grad`; breaks: True if the graph ends at a graph break."""
+    inputs whose gradients go into `.grad`; breaks: True if the graph ends at a graph break. received: position of an input that
+    an earlier graph of the step returned -> that graph, and the position among its results."""
 
     gm: GraphModule
     inputs: list[GraphInput]
@@ -29,6 +30,7 @@ class JointTrace:
     seconds: float
     leaves: frozenset[int] = frozenset()
     breaks: bool = False
+    received: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class _TraceComplete(BaseException):
@@ -50,6 +52,11 @@ def decompositions(compiler: str) -> dict[Any, Callable[..., Any]]:
     return compat.inductor_decompositions() if compiler == "inductor" else compat.eager_decompositions()
 
 
+def _leaves(examples: Sequence[Any]) -> frozenset[int]:
+    return frozenset(position for position, value in enumerate(examples)
+                     if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf)
+
+
 def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
                  compiler: str = "inductor", dynamic: bool | None = False, alone: bool = False,
                  calls: GraphCalls | None = None) -> list[JointTrace]:
@@ -64,12 +71,12 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
 
     def backend(gm: GraphModule, examples: Sequence[Any]) -> Any:
         compat.drop_unread_function_outputs(gm)
+        before, received = len(found), dict[int, tuple[int, int]]()
         inputs, breaks = graph_inputs(gm, examples), compat.ends_in_a_break(gm)
-        leaves = frozenset(position for position, value in enumerate(examples)
-                           if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf)
 
         def partition(joint: GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-            found.append(JointTrace(joint, inputs, num_fwd_outputs, time.perf_counter() - start, leaves, breaks))
+            seconds = time.perf_counter() - start
+            found.append(JointTrace(joint, inputs, num_fwd_outputs, seconds, _leaves(examples), breaks, received))
             raise _TraceComplete
 
         try:
@@ -86,11 +93,12 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
         def run(*arguments: Any) -> Any:
             assert calls is not None, "else the call has ended"
             if calls.note(number, arguments):
+                received.update(calls.received(arguments))
                 for k, value in enumerate(arguments):  # Dynamo's name is the path by which the frame reached it
                     inputs[k] = replace(inputs[k], name=calls.trained.get(id(value), inputs[k].name))
             if whole:
                 raise _TraceComplete
-            return gm.forward(*arguments)
+            return calls.note_results(before if number > before else None, gm.forward(*arguments))
 
         return run
 

@@ -37,6 +37,8 @@ class GraphCalls:
     reached: set[int] = field(default_factory=set)
     """Ids of parameters that the result has a gradient for."""
     stopped: Exception | None = None
+    returned: dict[int, tuple[object, int, int]] = field(default_factory=dict)
+    """Results of graphs by id: the tensor, which keeps its id, the graph, and the position among its results."""
 
     @staticmethod
     def of(model: nn.Module) -> GraphCalls:
@@ -47,6 +49,16 @@ class GraphCalls:
         self.counts[graph] += 1
         (self.first if self.counts[graph] == 1 else self.again).update(map(id, arguments))
         return self.counts[graph] == 1
+
+    def received(self, arguments: Iterable[object]) -> dict[int, tuple[int, int]]:
+        """Arguments that an earlier graph returned, by position: that graph, and the position among its results."""
+        return {k: self.returned[id(x)][1:] for k, x in enumerate(arguments) if id(x) in self.returned}
+
+    def note_results(self, graph: int | None, results: tuple) -> tuple:
+        """Record the results of a graph that is planned (None: it is not), and return them."""
+        if graph is not None:
+            self.returned.update({id(x): (x, graph, k) for k, x in enumerate(results)})
+        return results
 
     def note_result(self, result: object) -> None:
         """Record the step's result, which Python code may have computed from parameters that no graph takes."""

@@ -19,8 +19,8 @@ from passes import compat
 from passes.errors import BadInput
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_signature import GraphInput, graph_inputs, inputs_in_outputs, parameter_name
-from passes.graph.layouts import as_layout, legal
 from passes.hardware.axis import device_axes
+from passes.sharding.graph_boundary import inputs_that_do_not_fit
 
 
 def sizes_are_numbers(gm: GraphModule, values: Sequence[Any]) -> None:
@@ -118,7 +118,8 @@ class GraphInputs:
         for position in self.written | inputs_in_outputs(gm, forward_outputs):
             self._take_whole(position)
         annotated = annotate(gm, self.described, forward_outputs, microbatches, leaves)
-        views = self._viewed_in_other_parts(annotated)
+        mesh, world = device_axes(self.mesh or {}), device_axes({"world": world_size()})
+        views = list(inputs_that_do_not_fit(annotated, mesh, self.rows, world))
         for position in views:
             self._take_whole(position)
         return annotate(gm, self.described, forward_outputs, microbatches, leaves) if views else annotated
@@ -131,23 +132,6 @@ class GraphInputs:
             self.gathered.add(position)
             self.rows.discard(position)
         self.described[position] = replace(described, placeable=False, stored=None)
-
-    def _viewed_in_other_parts(self, annotated: AnalyzedGraph) -> list[int]:
-        """Positions of placed inputs whose shards do not fit a view in this graph: 18 rows in 2 shards, viewed as 3 times 6."""
-        interface, found = annotated.interface, []
-        mesh, world = device_axes(self.mesh or {}), device_axes({"world": world_size()})
-        for value in annotated.graph.values:
-            if value.producer is not None or value.name not in interface.positions:
-                continue
-            position = interface.positions[value.name]
-            rows = position in self.rows
-            stored, axes = (((0, 1),), world) if rows else (interface.stored.get(value.name), mesh)
-            if stored is None:
-                continue
-            layout = as_layout(value, stored)
-            if layout is None or not legal(value, layout, axes):
-                found.append(position)
-        return found
 
     def only_read(self, annotated: AnalyzedGraph) -> list[str]:
         """Placeholders that the graph only reads: they have no gradient and are not mutated."""

@@ -1,7 +1,6 @@
 """Sharded outputs of a graph under its plan, and their gradients."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,23 +9,15 @@ from hpml_compiler.runtime.outputs.output_wrapper import ShardedOutput
 from hpml_compiler.session import session
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.decision import Decision
-from passes.graph.graph_signature import ShardableOutput
-from passes.graph.layouts import Layout, stored_layout
-from passes.op_rules.base import REPLICATE
-
-
-def _left_sharded(annotated: AnalyzedGraph, decision: Decision) -> Iterator[tuple[ShardableOutput, Layout]]:
-    for each in annotated.interface.unread:
-        layout = decision.outputs[each.number].target
-        if any(p != REPLICATE for p in layout):
-            yield each, layout
+from passes.graph.layouts import stored_layout
+from passes.sharding.graph_boundary import left_sharded
 
 
 def sharded_outputs_of(annotated: AnalyzedGraph, decision: Decision) -> tuple[ShardedOutput, ...]:
     """Outputs that stay sharded. Call this before the rewrite: afterwards, the graph has local shapes only."""
     values = {node.name: node.meta.get("val") for node in annotated.gm.graph.nodes}
     found = []
-    for each, layout in _left_sharded(annotated, decision):
+    for each, layout in left_sharded(annotated, decision):
         name = annotated.interface.outputs[each.number][0]
         whole = values[name]
         value = annotated.graph.values[annotated.graph.outputs[each.number][0]]
@@ -48,5 +39,5 @@ class ShardedTangent:
 def sharded_tangents_of(annotated: AnalyzedGraph, decision: Decision) -> tuple[ShardedTangent, ...]:
     """Gradients of the sharded outputs. Call this after the rewrite, when the graph has local shapes."""
     tangents = [node for node in annotated.gm.graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
-    names = {each.tangent for each, _ in _left_sharded(annotated, decision)}
+    names = {each.tangent for each, _ in left_sharded(annotated, decision)}
     return tuple(ShardedTangent(k, str(node.name), node.meta["val"]) for k, node in enumerate(tangents) if node.name in names)
