@@ -43,18 +43,24 @@ def explain(
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the formulas to this JSON file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw which device has which part of NAME into this file (.svg).")] = None,
+    alternatives: Annotated[bool, typer.Option(
+        "--alternatives", help="For a parameter of a TARGET: plan again with it stored otherwise, and show the cost.")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Show the contents of a device's memory at its peak.")] = False,
 ) -> None:
     """Explain the placement and cost of NAME; or show cost formulas; or the memory peak."""
     check_writable(save, "the formulas")
     _check_svg(svg, name)
+    if alternatives and (name is None or target.endswith(".json")):
+        raise BadInput("alternatives are solved for one parameter of a model", "--alternatives",
+                       "give FILE.py:FUNCTION and the name of a parameter")
     if memory and (name is not None or grow or what_if or save):
         raise BadInput("--memory explains a whole plan", "explain", "leave out NAME, --grow, --what-if and --save")
     formulas_wanted = bool(grow or what_if or save)
     if target.endswith(".json"):
         cost = _read(target, name, formulas_wanted, memory, svg)
     else:
-        cost = _make(target, name, formulas_wanted, cluster, fix or [], _sizes(dim or [], "--dim"), memory, svg)
+        cost = _make(target, name, formulas_wanted, cluster, fix or [], _sizes(dim or [], "--dim"), memory, svg,
+                     alternatives)
     if cost is None:
         return
     sizes = _sizes(what_if or [], "--what-if")
@@ -109,7 +115,7 @@ def _say(found: Any, name: str | None, memory: bool, svg: Path | None) -> None:
 
 
 def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | None, fixes: list[str],
-          dims: dict[str, int], memory: bool, svg: Path | None) -> Any:
+          dims: dict[str, int], memory: bool, svg: Path | None, alternatives: bool) -> Any:
     """Build the formulas of a target; or explain NAME or its memory, and return None."""
     if not formulas_wanted and not memory:
         _required(name)
@@ -119,6 +125,7 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
         from hpml_compiler import api
         from hpml_compiler.instruments.cost_formulas.formula_builder import formulas
         from hpml_compiler.plan_api.model_plan import Plan
+        from hpml_compiler.visualize.terminal import columns, wrapped
 
         model, batch = load_target(target)
         progress("planning")
@@ -131,6 +138,19 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
         raise BadInput("a plan for groups of different devices places a node once per group", target,
                        "explain one group, or run `hpml plan` to see the groups")
     _say(found, name, memory, svg)
+    if name is not None and alternatives:
+        from hpml_compiler.commands._alternatives import alternatives_text
+
+        def replan(edited: Plan) -> Plan:
+            others = {key: value for key, value in rest.items() if key not in ("mesh", "mesh_order", "zero")}
+            again = api.plan(model, batch, cluster=place, **{**others, "plan": edited})
+            assert isinstance(again, Plan), "one kind of devices was planned for"
+            return again
+
+        with at_work() as progress:
+            progress("solving alternatives")
+            text = alternatives_text(found, name, replan)
+        print(wrapped(text, columns()))
     return None
 
 

@@ -45,7 +45,7 @@ class ParameterPlan(Record):
     """One parameter or buffer. `shape`: of the unsharded tensor; `placements`: how it is stored; `bytes_whole`: unsharded;
     `bytes_per_device`: as stored, on the fullest device; `gradient`: the node of its gradient ("" if it has none or it is
     unknown). `held`: placements of its unsharded copy, which is gathered once per optimizer step; empty if there is none.
-    `dims`: sizes and roles of its dims (`passes.op_rules.dim_texts`); "" if they are unknown."""
+    `dims`: sizes and roles of its dims (`passes.op_rules.dim_texts`); `entity`: its key in `GraphPlan.decisions`."""
 
     shape: Shape
     dtype: str
@@ -56,6 +56,7 @@ class ParameterPlan(Record):
     gradient: str = ""
     held: Placements = ()
     dims: str = ""
+    entity: str = ""
 
 
 class OperationPlan(Record):

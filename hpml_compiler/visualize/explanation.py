@@ -55,7 +55,7 @@ def _parameter(graph: GraphPlan, name: str, parameter: ParameterPlan) -> Iterato
     yield f"in words, stored as {words_text(value_words(parameter.placements, parameter.dims, graph.mesh))}"
     if used := uses.get(stand_in or name):
         words = parameter_words(graph, name, {name: used})
-        yield f"in forward, used as {words_text(words)} ({format_placements(parameter.held or used, graph.mesh)})"
+        yield f"in forward, used as {words_text(words)}"
     yield "the devices have"
     yield from (f"  {line}" for line in grid_lines(device_grid(parameter.placements, graph.mesh), parameter.dims))
     if stand_in:

@@ -2,13 +2,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from hpml_compiler.plans.content import PlanContent
-from hpml_compiler.plans.schema import CollectiveTotal, GraphPlan
+from hpml_compiler.plans.schema import ROOT, CollectiveTotal, GraphPlan, ParameterPlan
+from hpml_compiler.visualize.description.describe_plan import describe
+from hpml_compiler.visualize.description.placement_words import value_words, words_text
+from hpml_compiler.visualize.description.records import ModuleSummary, PlanDescription
 from hpml_compiler.visualize.formatting import format_bytes, format_mesh, format_placements, format_us
+from passes.graph.placement_graph import block_class
 
+N = TypeVar("N", int, float)
 MOST_LINES = 12  # of one kind of change
 ABSENT = "absent"
 
@@ -29,11 +35,31 @@ class Change:
 
 
 @dataclass(frozen=True)
+class ModuleChange:
+    """A class of modules whose time (of compute and communication), memory or sharding changes."""
+
+    name: str
+    before_us: float
+    after_us: float
+    before_bytes: int
+    after_bytes: int
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        sharding = f"; {self.before} -> {self.after}" if self.before != self.after else ""
+        memory = f", weights and saved {format_bytes(self.before_bytes)} -> {format_bytes(self.after_bytes)}" * (
+            self.before_bytes != self.after_bytes)
+        return f"{self.name}: {format_us(self.before_us)} -> {format_us(self.after_us)}{memory}{sharding}"
+
+
+@dataclass(frozen=True)
 class PlanDiff:
     """Structured difference of two plans; `str()` gives text. It is falsy, with all fields empty, if the plans agree.
 
     `settings`: mesh, cluster, torch version, number of ranks, options. `costs`: in microseconds and bytes per device by
-    name, before and after. `collectives`: by kind, before and after.
+    name, before and after. `collectives`: by kind, before and after. `parts`, `peak`: µs of a step and bytes at the memory
+    peak by part, before and after; `modules`: what accounts for them, the largest change of time first.
     """
 
     settings: tuple[Change, ...] = ()
@@ -41,9 +67,13 @@ class PlanDiff:
     operations: tuple[Change, ...] = ()
     costs: dict[str, tuple[float, float]] = field(default_factory=dict)
     collectives: dict[str, tuple[CollectiveTotal, CollectiveTotal]] = field(default_factory=dict)
+    parts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    peak: dict[str, tuple[int, int]] = field(default_factory=dict)
+    modules: tuple[ModuleChange, ...] = ()
 
     def __bool__(self) -> bool:
-        return any((self.settings, self.parameters, self.operations, self.costs, self.collectives))
+        return any((self.settings, self.parameters, self.operations, self.costs, self.collectives, self.parts, self.peak,
+                    self.modules))
 
     def __str__(self) -> str:
         return "\n".join(_lines(self)) or "the plans agree"
@@ -62,13 +92,47 @@ def diff(before: PlanContent, after: PlanContent) -> PlanDiff:
     totals = {kind: (before.collectives.get(kind, none), after.collectives.get(kind, none)) for kind in kinds}
     numbers = ((before.predicted, after.predicted), (before.memory, after.memory))
     costs = {name: (value, new.model_dump()[name]) for old, new in numbers for name, value in old.model_dump().items()}
+    old, new = describe(before), describe(after)
     return PlanDiff(
+        parts=_changed(_parts(old), _parts(new)), peak=_changed(old.memory, new.memory),
+        modules=tuple(_modules(old, new)),
         settings=tuple(_settings(before, after)),
         parameters=tuple(parameters),
         operations=tuple(operations),
         costs={name: pair for name, pair in costs.items() if pair[0] != pair[1]},
         collectives={kind: pair for kind, pair in totals.items() if pair[0] != pair[1]},
     )
+
+
+def _parts(found: PlanDescription) -> dict[str, float]:
+    return {part: sum(step.parts.get(part, 0.0) for step in found.steps)
+            for part in dict.fromkeys(part for step in found.steps for part in step.parts)}
+
+
+def _changed(old: Mapping[str, N], new: Mapping[str, N]) -> dict[str, tuple[N, N]]:
+    """Figures by part that differ; a part that is absent is 0."""
+    pairs = {part: (old.get(part, 0), new.get(part, 0)) for part in dict.fromkeys([*old, *new])}
+    return {part: pair for part, pair in pairs.items() if pair[0] != pair[1]}  # pyright: ignore[reportReturnType]
+
+
+def _modules(old: PlanDescription, new: PlanDescription) -> list[ModuleChange]:
+    """Changes by class of modules, summed over stages, so that plans with different stages can be compared."""
+    sides = [defaultdict(list), defaultdict(list)]
+    for side, found in zip(sides, (old, new), strict=True):
+        for each in (each for step in found.steps for each in step.modules):
+            side[block_class(each.path) or ROOT].append(each)
+    found = []
+    for name in dict.fromkeys([*sides[0], *sides[1]]):
+        was, becomes = (_total(side.get(name, [])) for side in sides)
+        if was != becomes:
+            found.append(ModuleChange(name, was[0], becomes[0], was[1], becomes[1], was[2], becomes[2]))
+    return sorted(found, key=lambda each: -abs(each.after_us - each.before_us))
+
+
+def _total(modules: Sequence[ModuleSummary]) -> tuple[float, int, str]:
+    words = dict.fromkeys(words_text({axis: ", ".join(own[:3]) for axis, own in each.sharding.items()}) for each in modules)
+    return (sum(each.compute_us + each.communication_us for each in modules),
+            sum(each.parameter_bytes + each.saved_bytes for each in modules), " or ".join(words) or ABSENT)
 
 
 def _settings(before: PlanContent, after: PlanContent) -> Iterator[Change]:
@@ -98,7 +162,13 @@ def _matched(before: PlanContent, after: PlanContent) -> Iterator[tuple[GraphPla
 def _stored(graph: GraphPlan | None) -> dict[str, str]:
     if graph is None:
         return {}
-    return {name: format_placements(each.placements, graph.mesh) for name, each in graph.parameters.items()}
+    return {name: _in_words(graph, each) for name, each in graph.parameters.items()}
+
+
+def _in_words(graph: GraphPlan, each: ParameterPlan) -> str:
+    """Words with DTensor's notation, such as "tp: columns (tp S(0))"."""
+    notation = format_placements(each.placements, graph.mesh)
+    return f"{words_text(value_words(each.placements, each.dims, graph.mesh))} ({notation})" if each.dims else notation
 
 
 def _computed(graph: GraphPlan | None) -> dict[str, str]:
@@ -132,6 +202,14 @@ def _lines(found: PlanDiff) -> Iterator[str]:
             yield from (f"  {change}" for change in changes[:MOST_LINES])
         if len(changes) > MOST_LINES:
             yield f"  and {len(changes) - MOST_LINES} more changes"
+    if found.modules:
+        yield "modules, by the change of their time"
+        yield from (f"  {change}" for change in found.modules[:MOST_LINES])
+    for title, pairs, show in (("time of a step by part", found.parts, format_us), ("memory at the peak by part", found.peak,
+                                                                                format_bytes)):
+        if pairs:
+            yield title
+            yield from (f"  {part}: {show(old)} -> {show(new)}" for part, (old, new) in pairs.items())
     if found.costs:
         yield "predicted"
     for name, (old, new) in found.costs.items():

@@ -129,6 +129,7 @@ def _parameters(annotated: AnalyzedGraph, answer: MeshPlacement, listed: UserNam
                 bytes_per_device=round(local_bytes(value, stored, answer.decision.axes)),
                 gradient=gradients.get(value.name, "") if value.trainable else "",
                 held=placements(layout) if v in answer.decision.held else (), dims=roles.parameter_text(v),
+                entity=answer.problem.entities.drafts[answer.problem.entities.of_input[v]].name,
             )
     return found
 

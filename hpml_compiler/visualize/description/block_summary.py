@@ -141,7 +141,8 @@ class _BlockBuilder:
         names = [each for each in step.title.split(", ") if each]
         if heavy:
             weight = next((self.weights[source] for source in operation.sources if source in self.weights), "")
-            step.title = self._weight_title(weight) if weight else short.strip("_")
+            other = operation.kind + " backward" * operation.backward if operation.kind == "attention" else short.strip("_")
+            step.title = self._weight_title(weight) if weight else other
             if weight:
                 step.weight_words = parameter_words(self.graph, weight, self.uses)
         elif short not in names:

@@ -142,10 +142,11 @@ def _blocks(graph: GraphPlan) -> list[PlanBlock]:
         parameters[block_path(owner_path(name))][name] = parameter
     for move in graph.redistributions:
         moves[block_path(module_of(graph, move))].append(move)
-    run = [block_path(each.block) for each in graph.operations.values() if not each.backward and each.kind != "view"]
-    heavy = [block_path(each.block) for each in graph.operations.values() if not each.backward]
+    # views of weights may be made long before they are read
+    run = [block_path(each.block) for each in graph.operations.values()
+           if not each.backward and not (each.kind == "view" and graph.parameters.keys() >= set(each.sources))]
     # the model's own operations (masks and positions before, a loss after) count from their last one
-    paths = [path for path in dict.fromkeys([*run, *heavy]) if path]
+    paths = [path for path in dict.fromkeys(run) if path]
     if "" in run:
         last = len(run) - 1 - run[::-1].index("")
         paths.insert(len({path for path in run[:last] if path}), "")

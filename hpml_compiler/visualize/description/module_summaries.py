@@ -121,17 +121,20 @@ def _checkpointing(graph: GraphPlan, each: ModuleClass) -> tuple[int, float, int
 
 
 def edge_summaries(graph: GraphPlan, classes: Sequence[ModuleClass]) -> list[EdgeSummary]:
-    """What each module reads from others in forward: the largest value of each pair, with the collectives on it."""
+    """What each module reads from others in forward: the largest value of each pair, with its collectives. Modules that do no
+    work, such as a dropout that is off, are passed through."""
     homes: dict[tuple[int | None, str], int] = {}
     for number, each in enumerate(classes):
         homes |= {(each.stage, name): number for name in each.runs}
     moves: dict[tuple[str, str], list[Redistribution]] = defaultdict(list)
     for move in graph.redistributions:
         moves[move.value, move.consumer].append(move)
+    idle = {number for number, each in enumerate(classes) if not each.parameters and not any(
+        graph.operations[name].predicted_us for name in each.runs)}
     largest: dict[tuple[int, int], tuple[int, str, list[Redistribution]]] = {}
     for (stage, name), head in homes.items():
         operation = graph.operations[name]
-        for source in operation.sources if not operation.backward else ():
+        for source in _read_through(graph, homes, idle, stage, name) if not operation.backward and head not in idle else ():
             tail = homes.get((stage, source))
             if tail is None or tail == head or graph.operations[source].backward:
                 continue
@@ -140,6 +143,22 @@ def edge_summaries(graph: GraphPlan, classes: Sequence[ModuleClass]) -> list[Edg
             hops = (old[2] if old else []) + moves[source, name]
             largest[tail, head] = (nbytes, source, hops) if old is None or nbytes > old[0] else (*old[:2], hops)
     return [_edge(graph, tail, head, value, hops) for (tail, head), (_, value, hops) in largest.items()]
+
+
+def _read_through(graph: GraphPlan, homes: Mapping[tuple[int | None, str], int], idle: set[int], stage: int | None, name: str,
+                  ) -> list[str]:
+    """The values that an operation reads; those of idle modules are replaced by what they are made of."""
+    found, left, seen = [], [*graph.operations[name].sources], set[str]()
+    while left:
+        source = left.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if homes.get((stage, source)) in idle:
+            left += graph.operations[source].sources
+        else:
+            found.append(source)
+    return found
 
 
 def _edge(graph: GraphPlan, tail: int, head: int, value: str, moves: Sequence[Redistribution]) -> EdgeSummary:

@@ -60,9 +60,11 @@ def _draw_step(drawing: graphviz.Digraph, identifier: str, step: BlockStep, foun
                      tooltip=tooltip(text))
         return
     lines = [font(step.title, "#111111", bold=step.kind == HEAVY)]
-    if step.weight_words or step.kind == HEAVY and not step.weight_words and step.title[-1:].isdigit():
+    if not any(size > 1 for size in found.mesh.values()):
+        pass  # all is whole on one device
+    elif step.weight_words or step.kind == HEAVY and step.title[-1:].isdigit():
         lines.append(font("weight ") + colored(step.weight_words, found.mesh))
-    if step.kind != CHEAP or step.words:
+    if (step.kind != CHEAP or step.words) and any(size > 1 for size in found.mesh.values()):
         lines.append((font("gives ") if step.kind != OUTSIDE else "") + colored(step.words, found.mesh))
     if step.us >= 0.005:
         lines.append(font(format_us(step.us)))

@@ -131,7 +131,8 @@ def _module_line(each: ModuleSummary) -> str:
 
 def _draw_modules(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescription, prefix: str, most: int) -> None:
     cost = {number: (each.compute_us + each.communication_us, each.parameter_bytes) for number, each in enumerate(step.modules)}
-    shown = sorted(sorted(cost, key=lambda number: cost[number], reverse=True)[:most])
+    idle = {number for number, each in enumerate(step.modules) if cost[number] == (0.0, 0) and not each.saved_bytes}
+    shown = sorted(sorted(set(cost) - idle or set(cost), key=lambda number: cost[number], reverse=True)[:most])
     longest = max((us for us, _ in cost.values()), default=0.0)
     for number in shown:
         each = step.modules[number]
@@ -150,8 +151,7 @@ def _draw_modules(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescr
             text = f"saves {format_bytes(each.saved_bytes)}" if each.saved_bytes else "saves nothing"
             rows.append(row(font(text + f", offloads {format_bytes(each.offloaded_bytes)}" * bool(each.offloaded_bytes))))
         drawing.node(f"{prefix}_{number}", table(rows), id=f"{prefix}_{number}", tooltip=tooltip(module_tooltip(each)))
-    if len(shown) < len(step.modules):
-        rest = [each for number, each in enumerate(step.modules) if number not in set(shown)]
+    if rest := [each for number, each in enumerate(step.modules) if number not in {*shown, *idle}]:
         rest_us = format_us(sum(each.compute_us for each in rest))
         text = f"the {len(rest)} cheapest of {len(step.modules)} modules are not drawn: {rest_us}"
         drawing.node(f"{prefix}_left_out", table([row(font(text))], border=0))

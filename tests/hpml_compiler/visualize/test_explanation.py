@@ -25,7 +25,7 @@ def test_parameter():
     text = gpt_plan().explain("h.0.fc.weight")
     assert "trainable parameter, float32[256, 64], 64.0 KiB unsharded, 16.0 KiB per device" in text
     assert "tp=4: dim 0 is sharded" in text and "read by fc_0" in text
-    assert "in words, stored as tp: columns" in text and "used as tp: columns (tp S(0))" in text
+    assert "in words, stored as tp: columns" in text and "used as tp: columns" in text
     assert "part 2 of 4 of columns: devices 1, 5" in text
     assert "without a collective" in text
 

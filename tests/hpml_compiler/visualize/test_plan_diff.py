@@ -14,7 +14,7 @@ def test_placements_are_grouped_by_class_and_change():
     found = gpt_plan(12).diff(gpt_plan(12, column="R"))
     assert found and not found.settings and not found.costs
     assert [(len(each.names), each.before, each.after) for each in found.parameters] == [
-        (12, "tp S(0)", "R"), (12, "tp S(1)", "R")]
+        (12, "tp: columns (tp S(0))", "whole (R)"), (12, "tp: rows (tp S(1))", "whole (R)")]
     assert [each.names[0] for each in found.operations] == ["fc_0", "gelu_0", "proj_0"]
     assert "fc_0 and 11 more: dp S(0), tp S(2) from dp S(0) | tp S(0) -> dp S(0) from dp S(0) | R" in str(found)
 
@@ -25,7 +25,7 @@ def test_costs_and_collectives():
     assert found.collectives == {"all_reduce": (CollectiveTotal(4, 4096), CollectiveTotal(8, 8192))}
     text = str(found)
     assert "step_time: 118 us -> 214 us (+81.4%)" in text and "all_reduce: 4 (4.00 KiB) -> 8 (8.00 KiB)" in text
-    assert "h.2.ln.weight and 1 more: absent -> R" in text
+    assert "h.2.ln.weight and 1 more: absent -> whole (R)" in text
 
 
 def test_settings():
@@ -45,3 +45,14 @@ def test_settings():
 def test_graph_that_is_gone():
     found = gpt_plan(1).diff(gpt_plan(1).model_copy(update={"graphs": ()}))
     assert all(each.after == "absent" for each in found.operations) and found.operations
+
+
+def test_modules_account_for_the_difference_in_time_and_memory():
+    found = gpt_plan(2).diff(gpt_plan(4))
+    (layers,) = found.modules
+    assert (layers.name, layers.before_us, layers.after_us) == ("h.*", 2 * 43.0, 4 * 43.0)
+    assert sum(each.after_us - each.before_us for each in found.modules) == sum(
+        after - before for part, (before, after) in found.parts.items() if part != "optimizer")
+    assert "h.*: 86.0 us -> 172 us" in str(found) and "compute: 88.0 us -> 154 us" in str(found)
+    split = gpt_plan().diff(gpt_plan(column="R"))
+    assert "dp: batch, tp: columns, rows" in str(split.modules[0])
