@@ -13,7 +13,7 @@ from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.schema import Objective
 from hpml_compiler.plans.validation_errors import describe_errors
-from hpml_compiler.units import in_mesh_order, parse_axes, parse_budget, parse_names, parse_recompute, parse_watts
+from hpml_compiler.units import in_mesh_order, parse_axes, parse_budget, parse_chunks, parse_names, parse_recompute, parse_watts
 from passes.checkpointing.pinned_recomputation import Recompute
 from passes.errors import BadInput
 from passes.pipeline.schedule_orders import ScheduleName
@@ -42,17 +42,12 @@ def _level(value: object) -> object:
     return value
 
 
-def _count(value: object) -> object:
-    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError("give 'auto' or a whole number from 1 on")
-    return value
-
-
 Budget = Annotated[int | float, BeforeValidator(parse_budget)]
 Watts = Annotated[float, BeforeValidator(parse_watts)]
 ZeroLevel = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_level)]
 AxisSizes = Annotated[dict[str, int], BeforeValidator(parse_axes)]
-LossChunks = Annotated[Literal["auto"] | int, BeforeValidator(_count)]
+Chunks = int | Literal["auto"]
+LossChunks = Annotated[Chunks, BeforeValidator(parse_chunks)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 RecomputeByBlock = Annotated[dict[str, Recompute], BeforeValidator(parse_recompute)]
 Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
@@ -204,6 +199,11 @@ class Options(BaseModel):
     def shards_outputs(self) -> bool:
         """True if outputs besides the loss may stay sharded."""
         return self.outputs == "auto"
+
+    @property
+    def chunks(self) -> Chunks:
+        """Chunks of the loss. "auto" is 1 where saved activations are chosen: a plan and a run choose them for one graph."""
+        return 1 if self.loss_chunks == "auto" and self.chooses_saved else self.loss_chunks
 
     @property
     def schedule_name(self) -> ScheduleName:

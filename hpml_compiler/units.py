@@ -112,3 +112,10 @@ def in_mesh_order(mesh: Mapping[str, int] | None, order: Sequence[str] | None) -
         return None
     names = order or sorted(mesh, key=lambda name: _PLACES.get(name, 2))
     return {name: mesh[name] for name in names}
+
+
+def parse_chunks(value: object) -> object:
+    """A number of chunks, or "auto". Raises ValueError."""
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError("give 'auto' or a whole number from 1 on")
+    return value

@@ -55,6 +55,7 @@ from passes.transforms.cleanup.unalias_gradients import UnaliasGradients
 from passes.transforms.comm.gradient_buckets import BucketGradients
 from passes.transforms.comm.prefetch_all_gather import PrefetchAllGather
 from passes.transforms.comm.repeat_gathers import RepeatGathers
+from passes.transforms.loss_chunks.chunk_loss import ChunkLoss, Chunks
 from passes.transforms.memory.activation_offload import OffloadActivations
 from passes.transforms.memory.hoist_to_forward import HoistToForward
 from passes.transforms.memory.rematerialization import Rematerialize
@@ -134,9 +135,10 @@ def one_device(compiler: str) -> PassManager:
     return PassManager((InductorJoint(), Deduplicate()) if compiler == "inductor" else (Deduplicate(),))
 
 
-def one_stage(compiler: str, forward_outputs: int, repeats: LoopGathers = ONCE, ahead: bool = True) -> PassManager:
-    """The same for one microbatch of a pipeline stage. repeats, ahead: as in `in_loop`."""
-    collectives = _repeated(repeats, ahead)
+def one_stage(compiler: str, forward_outputs: int, repeats: LoopGathers = ONCE, ahead: bool = True, chunks: Chunks = 1,
+              ) -> PassManager:
+    """The same for one microbatch of a pipeline stage. repeats, ahead, chunks: as in `in_loop`."""
+    collectives = (*_in_chunks(forward_outputs, chunks, of_stage=True), *_repeated(repeats, ahead))
     return PassManager((*collectives, InductorJoint(), Deduplicate()) if compiler == "inductor" else (
         Deduplicate(), *collectives, TagPhases(forward_outputs, holds_back=bool(repeats.gathered))))
 
@@ -169,11 +171,18 @@ def around_loop(compiler: str, compact: bool = False) -> PassManager:
     return PassManager((Deduplicate(), BucketGradients(soon=compact), *((InductorJoint(),) if compiler == "inductor" else ())))
 
 
-def in_loop(compiler: str, forward_outputs: int, repeats: LoopGathers = ONCE, ahead: bool = True) -> PassManager:
+def in_loop(compiler: str, forward_outputs: int, repeats: LoopGathers = ONCE, ahead: bool = True, chunks: Chunks = 1,
+            ) -> PassManager:
     """Prepare the joint graph of one microbatch for partitioning into forward and backward. repeats: collectives of parameters
-    that each microbatch runs. ahead: as in `after_planning`."""
-    return PassManager((*_repeated(repeats, ahead), InductorJoint() if compiler == "inductor" else TagPhases(
+    that each microbatch runs. ahead, chunks: as in `after_planning`."""
+    return PassManager((*_in_chunks(forward_outputs, chunks), *_repeated(repeats, ahead),
+                        InductorJoint() if compiler == "inductor" else TagPhases(
         forward_outputs, holds_back=bool(repeats.gathered))))
+
+
+def _in_chunks(forward_outputs: int, chunks: Chunks, of_stage: bool = False) -> tuple[Pass, ...]:
+    """Passes that compute the loss in chunks, and merge what forward and backward had each for itself."""
+    return () if chunks == 1 else (ChunkLoss(forward_outputs, chunks, of_stage), Deduplicate())
 
 
 def _repeated(repeats: LoopGathers, ahead: bool) -> tuple[Pass, ...]:
@@ -184,18 +193,18 @@ def _repeated(repeats: LoopGathers, ahead: bool) -> tuple[Pass, ...]:
 
 def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forward_outputs: int | None = None,
                    kept_gradients: Sequence[int] = (), compact: bool = False, ahead: bool = True,
-                   by_block: bool = False, outside: Iterable[str] = ()) -> PassManager:
+                   by_block: bool = False, outside: Iterable[str] = (), chunks: Chunks = 1) -> PassManager:
     """From a graph ready for planning, and the decision that all ranks agreed on, to the graph that this rank runs.
 
     forward_outputs: None for a forward graph, which is not partitioned. kept_gradients: indices among the graph's outputs of
     the gradients that go into `.grad`. compact: copy these gradients so that they take no more memory than they need, and no
     longer, at the cost of less overlap of reductions. ahead: prefetch gathers one block before they are read. by_block: no
     bucket has reductions of two blocks. outside: inputs that the caller of the graph passes already sliced, per
-    `batch_slices_of`.
+    `batch_slices_of`. chunks: of the loss.
     """
     passes: list[Pass] = [
         AdoptPlacements(decision), Shard(groups, at_run_time=compiler == "inductor"), Deduplicate(),
-        HoistBatchSlice(tuple(outside)),
+        *_in_chunks(forward_outputs or 0, chunks), HoistBatchSlice(tuple(outside)),
         BucketGradients(soon=compact, by_block=by_block), PrefetchAllGather(ahead=ahead),
         UnaliasGradients(tuple(kept_gradients), forward_outputs or 0, compact)]
     if compiler == "inductor":

@@ -22,7 +22,6 @@ from hpml_compiler.compile.decide.decided_graph import DecidedGraph
 from hpml_compiler.compile.decide.plan_entry import PlanEntry, warn_replicated
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.lower.compile_timer import compile_phase
-from hpml_compiler.compile.lower.loss_chunking import change_traced
 from hpml_compiler.compile.lower.lowering import Call, Lowering
 from hpml_compiler.compile.program.step_program import StepProgram
 from hpml_compiler.compile.program.step_runtime import MakesWhole, StepRuntime
@@ -32,6 +31,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.memory_budget import StepContext
 from hpml_compiler.planner.stage_warnings import warn_without_stages
 from hpml_compiler.planner.step_decision import DecidedStep
+from hpml_compiler.planner.traced_passes import change_traced
 from hpml_compiler.plans.schema import BlocksReport
 from hpml_compiler.runtime.consistency.rank_sync import CompiledTogether, same_options
 from hpml_compiler.runtime.placements.single_rank_placement import owner_of

@@ -92,7 +92,7 @@ def _on_one_device(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement |
     else:
         gm = step.annotated.gm if ranks.running else copy_graph(step.annotated.gm)
         loop = loop_of(gm, step.annotated.graph, None, times, MeshGroups((), (), ()),
-                       outputs, step.kept_gradients, options.compiler)
+                       outputs, step.kept_gradients, options.compiler, chunks=options.chunks)
         find = partial(keep_in_loop, gm, loop, times.microbatches, outputs, sharing, step.cluster, pinned, step.folded, strict)
     kept = ranks.agreed("planning activation checkpointing", find)
     return DecidedStep(replace(decision, checkpointing=kept), step, loop=loop if ranks.running else None)

@@ -20,6 +20,7 @@ from hpml_compiler.planner.graph.few_layer_trace import (
     with_few_layers,
 )
 from hpml_compiler.planner.graph.microbatching import joint_of_loss
+from hpml_compiler.planner.traced_passes import change_traced
 from passes.analyses.microbatch_dims import fitting_microbatches
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_copy import copy_graph
@@ -27,7 +28,6 @@ from passes.graph.graph_signature import input_position
 from passes.presets import annotate
 from passes.sharding.grouping.layer_removal import without_layers
 from passes.tracing.joint_trace import JointTrace, trace
-from passes.tracing.named_passes import run_named_passes
 from passes.tracing.untraced_parts import UntracedPart
 
 log = logging.getLogger("hpml")
@@ -47,7 +47,7 @@ class TracedModel:
         """All graphs of the full model, under a budget before any pass of hpml's own."""
         found = trace(self.model, self.batch, self.options.compiler, self.alone, self.run_breaks, self.unplanned)
         for each in found:
-            run_named_passes(self.options.passes, each.gm)
+            self._change(each)
         return found
 
     @cached_property
@@ -87,8 +87,11 @@ class TracedModel:
         with with_few_layers(self.model, layers):
             found = trace(self.model, self.batch, self.options.compiler)
         for each in found:
-            run_named_passes(self.options.passes, each.gm)
+            self._change(each)
         return (found[0], self._annotated(found[0])) if len(found) == 1 and not found[0].breaks else None
+
+    def _change(self, traced: JointTrace) -> None:
+        change_traced(traced.gm, traced.forward_outputs, self.options, self.alone and self.options.loss_chunks != "auto")
 
     def _annotated(self, traced: JointTrace) -> AnalyzedGraph:
         budget = self.options.chooses_saved

@@ -182,7 +182,7 @@ class GraphDecisions(DecidedGraph):
                 groups = self.session.groups(decision.mesh)
                 loop = loop_of(gm, annotated.graph, decision.placements, times, groups, step.outputs, step.kept_gradients,
                                self.options.compiler, decision.gathers or ONCE, kept is None or kept.ahead,
-                               self.options.is_compact)
+                               self.options.is_compact, self.options.chunks)
                 if kept is not None and decided.planned is not None:
                     builder = body_builder(gm, loop, self._trial(decided).builder(decided.planned, groups))
                     building_storage_program(builder)(loop.body)
@@ -218,13 +218,15 @@ class GraphDecisions(DecidedGraph):
         annotated, decision, gradients = step.annotated, planned.decision, step.kept_gradients
         with self.entry.doing("rewrite", "rewriting"):
             if self.stages is not None:
-                after_planning(decision, self.stages.groups(), compiler, forward_outputs, gradients)(gm)
+                after_planning(decision, self.stages.groups(), compiler, forward_outputs, gradients,
+                               chunks=self.options.chunks)(gm)
                 return
             outputs = sharded_outputs_of(annotated, decision)
             after_planning(
                 decision, self.session.groups(planned.mesh), compiler, forward_outputs, gradients,
                 compact=self.options.is_compact, ahead=planned.checkpointing is None or planned.checkpointing.ahead,
-                outside=() if self.options.memory_budget is not None else self.inputs.only_read(annotated))(gm)
+                outside=() if self.options.memory_budget is not None else self.inputs.only_read(annotated),
+                chunks=self.options.chunks)(gm)
             taken = {annotated.interface.positions[name]: each for name, each in batch_slices_of(gm).items()}
             tangents = sharded_tangents_of(annotated, decision)  # after the rewrite: with local shapes
             self.takes = replace(self.takes, sharded_outputs=outputs, slices=taken, tangents=tangents)

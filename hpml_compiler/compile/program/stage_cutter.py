@@ -62,7 +62,8 @@ class StageCutter:
     def _staged(self) -> StagedBody:
         device = local_cluster(self.options, dist.get_world_size()).device
         cut = lambda starts: stage_body(  # noqa: E731
-            self.marked, self.interface.kinds, self.loop, self.table.stages, device, from_rank_0, starts, self.repeats)
+            self.marked, self.interface.kinds, self.loop, self.table.stages, device, from_rank_0, starts, self.repeats,
+            self.options.chunks)
         if self.interface.training or not self.starts:
             return cut(self.starts)
         try:

@@ -20,6 +20,7 @@ from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
 from passes.solver.solvers import SolverOptions
 from passes.solver.work_limit import WorkLimit
 from passes.transforms.cleanup.drop_tangents import DropTangents
+from passes.transforms.loss_chunks.chunk_loss import Chunks
 from passes.transforms.microbatch.loop_split import split_at_markers
 from passes.transforms.shard.redistributor import MeshGroups
 
@@ -66,12 +67,12 @@ def mark_loop(gm: GraphModule, graph: PlacementGraph, placements: Decision | Non
 
 def loop_of(gm: GraphModule, graph: PlacementGraph, placements: Decision | None, times: MicrobatchPlacement, groups: MeshGroups,
             forward_outputs: int, kept_gradients: Sequence[int], compiler: str, repeats: LoopGathers = ONCE,
-            ahead: bool = True, compact: bool = False) -> LoopSplit:
+            ahead: bool = True, compact: bool = False, chunks: Chunks = 1) -> LoopSplit:
     """Cut the microbatch loop out of an annotated graph, which gets its markers; all parts are ready to be compiled, or to be
     partitioned into forward and backward. See `mark_loop`, `in_loop` and `around_loop`."""
     mark_loop(gm, graph, placements, times, groups, forward_outputs, kept_gradients, compiler == "inductor", repeats)
     loop = split_at_markers(gm, forward_outputs)
-    in_loop(compiler, len(loop.forward), repeats, ahead)(loop.body)
+    in_loop(compiler, len(loop.forward), repeats, ahead, chunks)(loop.body)
     prepare_around_loop(loop, compiler, compact or repeats != ONCE)
     return loop
 

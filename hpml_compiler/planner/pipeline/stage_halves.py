@@ -25,6 +25,7 @@ from passes.op_rules.recomputable import uses_rng
 from passes.pipeline.stage_assignment import STAGES, StageAssignment
 from passes.presets import adopting_stages, analyzing_stage_body, building_storage_program, finding_stages, one_stage
 from passes.sharding.loop_gathers import ONCE, LoopGathers
+from passes.transforms.loss_chunks.chunk_loss import Chunks
 from passes.transforms.pipeline.backward_split import split_backward, weight_part_last
 from passes.transforms.pipeline.stage_graphs import StageGraph, makers_of_gradients, split_stages
 from passes.transforms.pipeline.stage_io import StageHalves, half_of
@@ -45,10 +46,10 @@ class StagedBody:
 
 def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSplit, count: int, device: Device,
                agreed: Callable[[Callable[[], StageAssignment]], StageAssignment], starts: tuple[str, ...] = (),
-               repeats: LoopGathers = ONCE) -> StagedBody:
+               repeats: LoopGathers = ONCE, chunks: Chunks = 1) -> StagedBody:
     """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: shares one rank's result with all
     ranks. starts: first block of each stage but stage 0, if known. repeats: collectives of parameters that each microbatch
-    runs."""
+    runs. chunks: of the loss."""
     body = copy_graph(loop.body)
     for node in body.graph.nodes:
         if uses_rng(node):
@@ -63,7 +64,7 @@ def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSp
 
     adopting_stages(agreed(found))(body)
     names = [node.name for node in body.graph.find_nodes(op="placeholder")]
-    graphs = tuple(replace(graph, repeats=repeats) for graph in split_stages(body, (), aligned=False))
+    graphs = tuple(replace(graph, repeats=repeats, chunks=chunks) for graph in split_stages(body, (), aligned=False))
     _check_sizes(graphs)
     return StagedBody(
         read(STAGES, body), graphs, dict(zip(names, (*loop.reads, *loop.late), strict=True)),
@@ -112,7 +113,7 @@ class StageSplit:
 def joint_of_stage(graph: StageGraph, compiler: str) -> GraphModule:
     """A copy of a stage's joint graph, ready to be partitioned."""
     joint = copy_graph(graph.gm)
-    one_stage(compiler, graph.forward_outputs, graph.repeats)(joint)
+    one_stage(compiler, graph.forward_outputs, graph.repeats, chunks=graph.chunks)(joint)
     return joint
 
 

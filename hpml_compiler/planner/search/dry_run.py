@@ -91,10 +91,10 @@ class DryRun:
         share, name, builder = self.sharing.share_of(self.memory(planned)), planned.record.name, self.builder(planned, groups)
         if self.times is not None:
             loop = loop_of(gm, step.annotated.graph, planned.decision, self.times, groups, step.outputs, step.kept_gradients,
-                           step.options.compiler, self.repeats or ONCE, ahead, compact=True)
+                           step.options.compiler, self.repeats or ONCE, ahead, compact=True, chunks=step.options.chunks)
             return problem_of_loop(gm, loop, self.times.microbatches, builder, share, name, step.folded)
         after_planning(planned.decision, groups, step.options.compiler, step.outputs, step.kept_gradients,
-                       compact=True, ahead=ahead, by_block=step.folded is not None)(gm)
+                       compact=True, ahead=ahead, by_block=step.folded is not None, chunks=step.options.chunks)(gm)
         building_storage_program(builder)(gm)
         return CheckpointProblem(gm, step.outputs, share, name)
 

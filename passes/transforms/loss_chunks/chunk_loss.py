@@ -30,7 +30,7 @@ from passes.graph.graph_copy import copy_graph
 from passes.registry import register
 from passes.transforms.cleanup.normalization import REWRITES
 from passes.transforms.loss_chunks.chunk_choice import chosen_chunks
-from passes.transforms.loss_chunks.loss_region import LossRegion, Unchunkable, find_region
+from passes.transforms.loss_chunks.loss_region import LossRegion, Unchunkable, find_region, scalar_tangents
 from passes.transforms.loss_chunks.row_placement import TooFewRows, place_rows
 from passes.transforms.loss_chunks.unrolled_loop import LoopUnroller
 from passes.transforms.rewriting.call_inserter import CallInserter
@@ -47,15 +47,19 @@ WHERE = "options['loss_chunks']"
 @register
 @dataclass(frozen=True)
 class ChunkLoss(TransformPass):
-    """Computes the loss of a joint graph in chunks. chunks: their number; 1 leaves the graph unchanged."""
+    """Computes the loss of a joint graph in chunks. chunks: their number; 1 leaves the graph unchanged. of_stage: the graph is
+    a pipeline stage, of which only the last has the loss."""
 
     name = "chunk_loss"
 
     forward_outputs: int = 0
     chunks: Chunks = 1
+    of_stage: bool = False
 
     def run(self, graph_module: GraphModule) -> bool:
-        return self.chunks != 1 and chunk_loss(graph_module, self.forward_outputs, self.chunks) is not None
+        if self.of_stage and not scalar_tangents(graph_module):
+            return False
+        return chunk_loss(graph_module, self.forward_outputs, self.chunks) is not None
 
 
 def chunk_loss(gm: GraphModule, forward_outputs: int, chunks: Chunks) -> int | None:

@@ -55,7 +55,7 @@ def elements(node: Node) -> int:
 def find_region(gm: GraphModule, forward_outputs: int) -> LossRegion:
     """The region of a joint graph with one loss. Raises Unchunkable."""
     tangents = [node for node in gm.graph.find_nodes(op="placeholder") if node.name.startswith("tangents") and node.users]
-    scalars = [node for node in tangents if isinstance(x := node.meta.get("val"), torch.Tensor) and x.dim() == 0]
+    scalars = scalar_tangents(gm)
     losses = [node for node in returned_nodes(gm)[:forward_outputs] if node is not None and _is_scalar(node)]
     if len(scalars) != 1 or not losses:
         raise Unchunkable("the graph has no scalar loss" if not scalars else "the graph has several losses")
@@ -74,6 +74,12 @@ def find_region(gm: GraphModule, forward_outputs: int) -> LossRegion:
     needed = _needed(wanted, members)
     return LossRegion(tuple(heads), tangent, tuple(node for node in gm.graph.nodes if node in needed), frozenset(late),
                       frozenset(_depend_on(gm, [x for x in tangents if x is not tangent])), max(least, 1))
+
+
+def scalar_tangents(gm: GraphModule) -> list[Node]:
+    """Tangents of scalars, of those that gradients depend on."""
+    return [node for node in gm.graph.find_nodes(op="placeholder") if node.name.startswith("tangents") and node.users
+            and isinstance(x := node.meta.get("val"), torch.Tensor) and x.dim() == 0]
 
 
 def _is_scalar(node: Node) -> bool:

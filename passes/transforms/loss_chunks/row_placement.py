@@ -22,8 +22,10 @@ from torch.fx import GraphModule, Node
 
 from passes.analyses.dim_factors import RuledCall, factorize
 from passes.analyses.microbatch_dims import same_for_all
+from passes.graph.fx_nodes import is_collective
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Factors, Placement, Rule, Strategy, strategies
 from passes.op_rules.call_rules import operand_nodes, results_of, rule_of
+from passes.op_rules.collective_rules import collective_rule
 from passes.op_rules.opaque_calls import is_opaque, port_of
 from passes.op_rules.recomputable import is_recomputable
 from passes.op_rules.rule_table import operator_of
@@ -109,7 +111,7 @@ class TooFewRows(Unchunkable):
 def _factors_of(region: LossRegion) -> tuple[dict[Port, Factors], dict[Node, Rule | None]]:
     """Factors of all tensors of the region and of what is computed from labels and the like, and rules of the calls."""
     calls = _with_operands(region)
-    rules = {node: None if is_opaque(node) else rule_of(node) for node in calls}
+    rules = {node: _rule(node) for node in calls}
     number: dict[Port, int] = {}
     shapes: list[tuple[int, ...]] = []
     ruled = []
@@ -130,6 +132,10 @@ def _factors_of(region: LossRegion) -> tuple[dict[Port, Factors], dict[Node, Rul
             ruled.append(RuledCall(rule, inputs, outputs))
     found = factorize(shapes, ruled)
     return {port: found[k] for port, k in number.items()}, rules
+
+
+def _rule(node: Node) -> Rule | None:
+    return None if is_opaque(node) else collective_rule(node) if is_collective(node.target) else rule_of(node)
 
 
 def _with_operands(region: LossRegion) -> list[Node]:

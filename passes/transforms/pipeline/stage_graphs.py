@@ -26,6 +26,7 @@ from passes.graph.step_phase import BACKWARD, FORWARD
 from passes.op_rules.opaque_calls import port_of
 from passes.pipeline.stage_assignment import STAGES, SentValue, StageAssignment
 from passes.sharding.loop_gathers import ONCE, LoopGathers
+from passes.transforms.loss_chunks.chunk_loss import Chunks
 from passes.transforms.pipeline.stage_io import GRADIENT, StageIO
 
 
@@ -39,11 +40,12 @@ class StageInputPosition:
 @dataclass(frozen=True)
 class StageGraph(StageIO):
     """A stage as a joint graph. inputs: of the whole graph, then those received from the previous stage, for
-    `presets.annotate`. repeats: collectives of parameters in it, which each microbatch runs."""
+    `presets.annotate`. repeats: collectives of parameters in it, which each microbatch runs. chunks: of the loss."""
 
     gm: GraphModule
     inputs: tuple[GraphInput, ...]
     repeats: LoopGathers = ONCE
+    chunks: Chunks = 1
 
     def ends(self) -> StageIO:
         return StageIO(**{each.name: getattr(self, each.name) for each in fields(StageIO)})

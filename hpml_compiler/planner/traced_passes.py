@@ -9,7 +9,8 @@ from passes.transforms.loss_chunks.chunk_loss import chunk_loss
 
 
 def change_traced(joint: GraphModule, forward_outputs: int, options: Options, alone: bool) -> None:
-    """alone: on one device. With microbatches, the loss is in their loop."""
+    """alone: on one device. On several, the loss is computed in chunks of each rank's rows, after placement; with microbatches,
+    in their loop."""
     run_named_passes(options.passes, joint)
     if alone and options.microbatches == 1:
-        chunk_loss(joint, forward_outputs, options.loss_chunks)
+        chunk_loss(joint, forward_outputs, options.chunks)

@@ -1,0 +1,54 @@
+"""A loss in chunks on two ranks: with a batch or a vocabulary split, ZeRO, microbatches and pipeline stages, as eager."""
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+import hpml_compiler
+from tests.helpers import heads
+from tests.helpers.ranks import run_ranks
+
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"mesh": {"dp": 2}, "loss_chunks": 3}, "shifted and smoothed"),
+    ({"mesh": {"dp": 2}, "zero": 3, "loss_chunks": 2}, "tied, shifted, capped"),
+    ({"mesh": {"dp": 2}, "microbatches": 2, "loss_chunks": 2}, "bias"),
+    ({"mesh": {"dp": 2}, "memory_budget": "1GiB", "loss_chunks": 4}, "two heads"),
+    ({"mesh": {"tp": 2}, "loss_chunks": 8}, "smoothed"),
+    ({"mesh": {"tp": 2}, "loss_chunks": 3}, "distilled and labels"),
+    ({"mesh": {"pp": 2}, "microbatches": 2, "loss_chunks": 2}, "tied"),
+]
+
+
+def step(call: Any, model: torch.nn.Module) -> list[torch.Tensor]:
+    loss = call(*heads.batch())
+    (3 * loss).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [loss.detach(), *(x.full_tensor() if isinstance(x, torch.distributed.tensor.DTensor) else x for x in gradients)]
+
+
+def steps(rank: int) -> list[str]:
+    """Messages about chunks of this rank, after a check of all gradients."""
+    heads.WIDTH, heads.WORDS, heads.TOKENS = 16, 4096, 24  # else logits are gathered, which takes no time
+    logger, said = logging.getLogger("hpml"), list[str]()
+    logger.setLevel(logging.INFO)
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    for options, name in CASES:
+        torch.compiler.reset()
+        hpml_compiler.reset()
+        said.append(name)
+        one, several = heads.make(name), heads.make(name)
+        found = step(torch.compile(several, backend="hpml", options={"compiler": "eager", **options}), several)
+        for a, b in zip(found, step(one, one), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    return [message for message in said if message in heads.HEADS or "chunks of rows" in message]
+
+
+def test_two_ranks_equal_eager(tmp_path):
+    both = run_ranks(tmp_path, steps, 2)
+    for options, name in CASES:
+        following = [said[said.index(name) + 1] for said in both if said.index(name) + 1 < len(said)]
+        assert any(f"in {options['loss_chunks']} chunks" in message for message in following), (options, name, both)
