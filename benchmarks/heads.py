@@ -50,7 +50,8 @@ def hugging_face(name: str, **sizes: Any) -> Callable[[], nn.Module]:
         import transformers
 
         config = getattr(transformers, f"{name}Config")(use_cache=False, **sizes)
-        kind = {"T5": "ForConditionalGeneration", "GPT2": "LMHeadModel", "Bert": "ForMaskedLM"}.get(name, "ForCausalLM")
+        kind = {"T5": "ForConditionalGeneration", "GPT2": "LMHeadModel", "Bert": "ForMaskedLM",
+                "ViT": "ForImageClassification"}.get(name, "ForCausalLM")
         return getattr(transformers, f"{name}{kind}")(config)
 
     return make

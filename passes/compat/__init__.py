@@ -13,6 +13,7 @@ from passes.compat.aot.lazy_graphs import *
 from passes.compat.capture.backend_inputs import *
 from passes.compat.capture.dynamo import *
 from passes.compat.capture.dynamo_sources import *
+from passes.compat.capture.fake_calls import *
 from passes.compat.capture.function_outputs import *
 from passes.compat.capture.symint import *
 from passes.compat.codegen.batch_cpp_kernels import *

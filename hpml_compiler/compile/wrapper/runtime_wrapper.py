@@ -1,6 +1,7 @@
 """Runtime wrapper: the callable that replaces a graph in the script, around compiled code that takes local shards."""
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
     function = without_second_derivatives(with_undefined_gradients(gm, given)(function))
     borrowed = {k for k, x in enumerate(given) if owner_of(x) is not None} - takes.gathered - takes.own_here
     installed = shard_module(takes.placements, gm, given, devices, takes.gathered, takes.written, holding, borrowed)
-    outputs = OutputWrapper(name, devices, takes.sharded_outputs)
+    outputs = OutputWrapper(name, devices, takes.sharded_outputs, _for_calls_on_outputs(options))
 
     def parts(args: Sequence[Any]) -> list[Any]:
         local = installed.locals(args)
@@ -77,6 +78,16 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
     if options.offloads("optimizer"):
         watch_steps()
     return forward_call(call, Location(f"forward of {name}"), half, takes.training)
+
+
+def _for_calls_on_outputs(options: Options) -> str:
+    """Options of the graphs that are compiled for what a script calls on sharded outputs, as JSON; "" where these calls gather
+    them."""
+    if not options.shards_outputs or options.stage_ranks > 1:
+        return ""
+    apply = {"compiler", "mesh", "mesh_order", "compile_blocks", "solver", "solver_options", "time_limit", "gap", "cluster",
+             "costs", "objective", "power_cap", "monitor"}
+    return json.dumps(options.model_dump(mode="json", include=apply, exclude_defaults=True), sort_keys=True)
 
 
 def backward_wrapper(name: str, call: Callable[[list[Any]], Any], gm: GraphModule, axes: Mapping[str, int],

@@ -46,6 +46,8 @@ class BatchShard(PlacedTensor):
             func, name = torch.Tensor.detach, "detach"  # unlike `.data`, writes to it count as changes
         elif name == "__get__" or name in METADATA | MEMORY:
             return super().__torch_function__(func, types, args, kwargs)
+        if any(hasattr(kind, "record_of_calls") for kind in types):
+            return NotImplemented  # that class records the call, or computes its operands
         if any(issubclass(kind, LazyOutput) for kind in types):
             return LazyOutput.__torch_function__(func, types, args, kwargs)
         with compat.plain_torch_functions():

@@ -33,18 +33,25 @@ READING = ("this output of the model is sharded, and its first use gathers it fr
 
 class OutputState:
     """State shared by an output and its detached copies: a description and, after the first use of any of them, the full
-    tensor, without a gradient."""
+    tensor, without a gradient. recorder: records calls on it; None where they gather it."""
 
-    __slots__ = ("data", "gradient", "thread", "what")
+    __slots__ = ("data", "gradient", "looked_at", "recorder", "thread", "what")
 
-    def __init__(self, what: str, gradient: InputCheck | None) -> None:
-        self.what, self.gradient, self.thread = what, gradient, threading.current_thread()
+    def __init__(self, what: str, gradient: InputCheck | None, recorder: Any = None) -> None:
+        self.what, self.gradient, self.thread, self.recorder = what, gradient, threading.current_thread(), recorder
         self.data: torch.Tensor | None = None
+        self.looked_at: torch.Tensor | None = None
 
     def full_tensor(self, part: torch.Tensor, spec: Any) -> torch.Tensor:
         if self.data is None:
-            self.data = self._gather(part, spec)
+            self.data = self.look(part, spec)
         return self.data
+
+    def look(self, part: torch.Tensor, spec: Any) -> torch.Tensor:
+        """The full tensor for calls that only read it: the output stays sharded."""
+        if self.looked_at is None:
+            self.looked_at = self._gather(part, spec)
+        return self.looked_at
 
     def _gather(self, part: torch.Tensor, spec: Any) -> torch.Tensor:
         what = f"reading {self.what}"
@@ -71,6 +78,8 @@ class LazyOutput(PlacedTensor):
     @compat.untraced
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
+        if len(types) > 1 and any(hasattr(kind, "record_of_calls") for kind in types):
+            return NotImplemented  # that class records the call, or computes its operands
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func is torch.autograd.grad:
             return _grad_of(*args, **kwargs)
@@ -95,6 +104,13 @@ class LazyOutput(PlacedTensor):
                     return kept
             if output is not None and name == "detach" and "shared" in vars(output):
                 return output.detached(func)
+        recorder = next((vars(x)["shared"].recorder for x in operands if "shared" in vars(x)), None)
+        if recorder is not None:
+            made = recorder.recorded(func, name, args, kwargs)
+            if made is not NotImplemented:
+                return made
+            recorder.before_use(func, name, args, kwargs, operands)
+        with compat.plain_torch_functions():
             used = [(operand, operand.used()) for operand in operands if isinstance(operand, LazyOutput)]
         values = {id(output): value for output, value in used}
         result = func(*map_tensors(lambda t: values.get(id(t), t), args), **map_tensors(lambda t: values.get(id(t), t), kwargs))
@@ -126,7 +142,7 @@ class LazyOutput(PlacedTensor):
         if made.device != part.device or made.stride() != part.stride() or made.is_pinned() != part.is_pinned():
             return None
         shared: OutputState = vars(self)["shared"]
-        shared = shared if name == "detach" else OutputState(shared.what, shared.gradient)
+        shared = shared if name == "detach" else OutputState(shared.what, shared.gradient, shared.recorder)
         return lazy_output(made, _spec_like(self._spec, made), shared)
 
     def detached(self, func: Callable[..., Any]) -> LazyOutput:
@@ -158,6 +174,10 @@ class LazyOutput(PlacedTensor):
         return own["value"]
 
     as_whole = used
+
+    def looked_at(self) -> torch.Tensor:
+        """The full tensor without a gradient, for calls that only read it: until another use, this output stays sharded."""
+        return vars(self)["shared"].look(self._local_tensor, vars(self)["spec"])
 
     def __tensor_flatten__(self) -> Any:
         if self.is_whole:

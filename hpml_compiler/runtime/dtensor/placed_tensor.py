@@ -82,6 +82,8 @@ class PlacedTensor(DTensor):
     @compat.untraced
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
+        if len(types) > 1 and any(hasattr(kind, "record_of_calls") for kind in types):
+            return NotImplemented  # that class records the call, or computes its operands
         if foreach_ops.is_composite(func):
             return func.__wrapped__(*args, **kwargs or {})  # comes back with the function that it calls
         name = getattr(func, "__name__", "")

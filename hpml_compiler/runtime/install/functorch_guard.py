@@ -8,6 +8,7 @@ import torch
 
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
+from hpml_compiler.runtime.outputs.recorded_output import value_of
 from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
 from passes import compat
 
@@ -20,6 +21,7 @@ def watch_transforms() -> None:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = value_of(tensor)
     if not isinstance(tensor, PlacedTensor):
         return tensor
     if torch.compiler.is_compiling():
@@ -29,4 +31,5 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain_output(value: Any) -> Any:
+    value = value_of(value)
     return value.used() if isinstance(value, LazyOutput) else value

@@ -14,11 +14,11 @@ import torch
 from passes import compat
 from passes.errors import HpmlError
 
-_DESCRIPTION = frozenset(("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "is_cpu", "is_sparse",
+DESCRIPTION = frozenset(("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "is_cpu", "is_sparse",
                           "is_quantized", "is_meta", "is_nested", "is_mkldnn", "is_mps", "is_xpu", "itemsize", "nbytes",
                           "names"))
 """Attributes that are known without the values."""
-_QUESTIONS = frozenset(("dim", "ndimension", "size", "stride", "numel", "nelement", "element_size", "is_floating_point",
+QUESTIONS = frozenset(("dim", "ndimension", "size", "stride", "numel", "nelement", "element_size", "is_floating_point",
                         "is_complex", "is_signed", "get_device", "is_contiguous", "storage_offset", "__len__", "__hash__"))
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -70,11 +70,14 @@ class DeferredOutput(torch.Tensor):
     def read(self) -> None:
         """Become the plain tensor with the values. While a weak reference to this object exists, torch cannot exchange the two:
         then this object stands for the tensor in every call."""
-        value = self.call.value(self.position, self.detached)
-        try:
-            torch.utils.swap_tensors(self, value)
-        except RuntimeError:
-            self.value = value
+        self.become(self.call.value(self.position, self.detached))
+
+    def become(self, value: torch.Tensor) -> None:
+        with compat.plain_torch_functions():
+            try:
+                torch.utils.swap_tensors(self, value)
+            except (RuntimeError, TypeError):  # classes of other slots cannot be exchanged, either
+                self.value = value
 
     def read_by_dynamo(self) -> None:
         """Read the output for a compiled function. Dynamo compiles a function again for a tensor of another class, so later
@@ -90,7 +93,7 @@ class DeferredOutput(torch.Tensor):
         with compat.plain_torch_functions():
             first = args[0] if args else None
             if isinstance(first, DeferredOutput) and "value" not in vars(first):
-                if name == "__get__" and func.__self__.__name__ in _DESCRIPTION or name in _QUESTIONS:
+                if name == "__get__" and func.__self__.__name__ in DESCRIPTION or name in QUESTIONS:
                     return func(*args, **kwargs)
                 if name == "detach":
                     return DeferredOutput(first, first.shape, first.stride(), first.call, first.position, detached=True)

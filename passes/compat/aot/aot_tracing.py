@@ -21,6 +21,20 @@ from passes.compat.aot.phase_tags import mark_phases
 from passes.compat.capture.module_paths import straighten
 
 
+def keeping_saved_values() -> Any:
+    """Context in which compiled graphs keep the values saved for backward, so that it may run again (`retain_graph=True`)."""
+    from torch._functorch import config
+
+    return config.patch(donated_buffer=False)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """True for an error of Dynamo, or of a backend that it called, while it compiled a function."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
 def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Mark a callable as boxed (AOTAutograd's calling convention): it takes its arguments as one list and empties it, so that
     they can be freed while it runs."""

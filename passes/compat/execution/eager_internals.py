@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -51,6 +52,42 @@ def convert_before_vmap(convert: Callable[[Any], Any]) -> None:
         return converted
 
     replace_for_good({"_add_batch_dim": converting})
+
+
+def convert_before_autograd(convert: Callable[[Any], Any], needed: Callable[[], bool]) -> None:
+    """From now on, a backward converts the tensors that it starts from, and an autograd function its arguments, while
+    `needed`. Neither calls `__torch_function__`."""
+    def starting(run: Any) -> Any:
+        @functools.wraps(run)
+        def converted(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return run(tuple(map(convert, t_outputs)) if needed() else t_outputs, *args, **kwargs)
+
+        return converted
+
+    def applying(unwrap: Any) -> Any:
+        @functools.wraps(unwrap)
+        def converted(args: Any) -> Any:
+            return unwrap(tuple(map(convert, args)) if needed() else args)
+
+        return converted
+
+    replace_for_good({"_engine_run_backward": starting})
+    replace_for_good({"unwrap_dead_wrappers": applying})
+
+
+def inside_autograd_function() -> bool:
+    """True if the forward of a `torch.autograd.Function` is running: autograd takes what it returns for results of its own."""
+    if torch.is_grad_enabled():
+        return False
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def inside_backward() -> bool:
