@@ -12,13 +12,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from hpml_compiler.plans.pipeline_records import StagePlan
-from hpml_compiler.plans.schema import (
-    ROOT,
-    GraphPlan,
-    OperationPlan,
-    ParameterPlan,
-    Redistribution,
-)
+from hpml_compiler.plans.schema import ROOT, GraphPlan, OperationPlan, ParameterPlan, Redistribution
+from hpml_compiler.visualize.description.root_pieces import root_pieces
 from passes.graph.placement_graph import block_class
 
 
@@ -136,14 +131,17 @@ def _blocks(graph: GraphPlan) -> list[PlanBlock]:
     operations: dict[str, dict[str, OperationPlan]] = defaultdict(dict)
     parameters: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
     moves: dict[str, list[Redistribution]] = defaultdict(list)
+    homes = {name: block_path(operation.block) for name, operation in graph.operations.items()}
+    homes |= root_pieces(graph, homes)
     for name, operation in graph.operations.items():
-        operations[block_path(operation.block)][name] = operation
+        operations[homes[name]][name] = operation
     for name, parameter in graph.parameters.items():
         parameters[block_path(owner_path(name))][name] = parameter
     for move in graph.redistributions:
-        moves[block_path(module_of(graph, move))].append(move)
+        owner = next((name for name in (move.consumer, move.value) if name in homes), None)
+        moves[block_path(module_of(graph, move)) if owner is None else homes[owner]].append(move)
     # views of weights may be made long before they are read
-    run = [block_path(each.block) for each in graph.operations.values()
+    run = [homes[name] for name, each in graph.operations.items()
            if not each.backward and not (each.kind == "view" and graph.parameters.keys() >= set(each.sources))]
     # the model's own operations (masks and positions before, a loss after) count from their last one
     paths = [path for path in dict.fromkeys(run) if path]

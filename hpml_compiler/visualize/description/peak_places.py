@@ -39,4 +39,6 @@ def memory_limit(plan: PlanContent) -> tuple[int | None, str]:
     except HpmlError:  # the file of a cluster that is not here
         return None, ""
     device = min((group.device for group in groups), key=lambda each: each.memory_bytes)
+    if device.kind == "cpu":  # shares the memory of its machine, which a plan does not know
+        return None, ""
     return device.memory_bytes, f"the memory of {device.name}"

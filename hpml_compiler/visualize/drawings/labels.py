@@ -102,7 +102,9 @@ def memory_text(nbytes: float, limit: int | None) -> str:
         return font(f"peak {format_bytes(nbytes)}")
     share, over = nbytes / limit, nbytes > limit
     text = f"peak {format_bytes(nbytes)}, {share:.0%} of {format_bytes(limit)}"
-    return font(f"{text}: does not fit", OVER, bold=True) if over else font(text)
+    if over:
+        return font(f"{text}: does not fit, {format_bytes(nbytes - limit)} too much", OVER, bold=True)
+    return font(f"{text}, {format_bytes(limit - nbytes)} left")
 
 
 def heading(found: PlanDescription, title: str, lines: Sequence[str] = ()) -> str:
@@ -127,6 +129,7 @@ def heading(found: PlanDescription, title: str, lines: Sequence[str] = ()) -> st
     return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{"".join(rows)}</table>>'
 
 
-def legend(colors: Mapping[str, str], shown: Sequence[str]) -> str:
-    """Colors of a bar's parts in one line."""
-    return "&#160;&#160;&#160;".join(font("■ ", colors.get(part, "#8c8c8c")) + font(part) for part in shown)
+def legend(colors: Mapping[str, str], shown: Mapping[str, str]) -> str:
+    """Colors of a bar's parts in one line, with their figures."""
+    return "&#160;&#160;&#160;".join(
+        font("■ ", colors.get(part, "#8c8c8c")) + font(f"{part} {figure}".rstrip()) for part, figure in shown.items())

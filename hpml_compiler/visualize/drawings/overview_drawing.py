@@ -54,10 +54,12 @@ def overview(found: PlanDescription, max_nodes: int = 300) -> graphviz.Digraph:
     where = f"{found.devices} devices" + (f" of {found.cluster}" if found.cluster else "")
     lines = [font(f"{format_us(found.step_us)} a step predicted, ") + memory_text(found.peak_bytes, found.limit_bytes)]
     lines += [_step_line(step) for step in found.steps]
-    parts = dict.fromkeys(part for step in found.steps for part in step.parts)
-    memory = dict.fromkeys(part for step in found.steps for stage in step.stages for part in stage.memory)
-    lines.append(legend(PART_COLORS, [part for part in PART_COLORS if part in parts]))
-    lines.append(legend(MEMORY_COLORS, list(memory or found.memory)))
+    parts = {part: sum(step.parts.get(part, 0.0) for step in found.steps) for part in PART_COLORS}
+    lines.append(legend(PART_COLORS, {part: format_us(us) for part, us in parts.items() if us}))
+    others = dict.fromkeys(part for step in found.steps for stage in step.stages for part in stage.memory)
+    at_peak = sorted(found.memory.items(), key=lambda item: -item[1])
+    lines.append(legend(MEMORY_COLORS, {**{part: format_bytes(nbytes) for part, nbytes in at_peak},
+                                        **{part: "" for part in others if part not in found.memory}}))
     drawing.attr(label=heading(found, f"mesh {format_mesh(found.mesh)}: {where}", lines))
     for number, step in enumerate(found.steps):
         inner = drawing if len(found.steps) == 1 else graphviz.Digraph(

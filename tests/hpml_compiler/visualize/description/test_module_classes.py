@@ -60,3 +60,19 @@ def test_sums_do_not_depend_on_the_folding():
     assert sum(each.compute_us for each in modules) == pytest.approx(graph.predicted.compute_us)
     assert sum(each.communication_us for each in modules) == pytest.approx(graph.predicted.communication_us)
     assert sum(each.parameter_bytes for each in modules) == sum(p.bytes_per_device for p in graph.parameters.values())
+
+
+def test_the_model_s_own_operations_between_modules_are_pieces_of_their_own():
+    graph = gpt_graph(2)
+    rows = [["S(0)", "R"]]
+    pool = operation("aten.pool", "", 20, rows, rows, 3.0, ["add_0"])
+    skip = operation("aten.cat", "(root)", 21, rows * 2, rows, 4.0, ["pool", "embedding"])
+    first = graph.operations["ln_1"].model_copy(update={"sources": ("skip", "h.1.ln.weight")})
+    names = list(graph.operations)
+    at = names.index("ln_1")
+    operations = {**{name: graph.operations[name] for name in names[:at]}, "pool": pool, "skip": skip, "ln_1": first,
+                  **{name: graph.operations[name] for name in names[at + 1:]}}
+    modules = describe_step(graph.model_copy(update={"operations": operations})).modules
+    assert [(each.name, each.count) for each in modules] == [
+        ("wte", 1), ("h.0-1", 2), ("(root) before h.1", 1), ("(root)", 1)]
+    assert sum(each.compute_us for each in modules) == pytest.approx(graph.predicted.compute_us)
