@@ -81,12 +81,12 @@ def _sharding(graph: GraphPlan, each: ModuleClass, parameters: Sequence[Paramete
     for parameter in parameters:
         for axis, word in parameter.words.items():
             found[axis][word] += parameter.bytes_whole
-    for name in each.runs:
-        operation = graph.operations[name]
-        if not operation.backward and operation.kind != "view":
-            for placements, dims in zip(operation.outputs, (*operation.dims, *[""] * len(operation.outputs))):
-                for axis, word in value_words(placements, dims, graph.mesh).items():
-                    values[axis][word] += 1
+    forward = [graph.operations[name] for name in each.runs if not graph.operations[name].backward]
+    # what a kernel of another module computes is a view here
+    for operation in [own for own in forward if own.kind != "view"] or forward:
+        for placements, dims in zip(operation.outputs, (*operation.dims, *[""] * len(operation.outputs))):
+            for axis, word in value_words(placements, dims, graph.mesh).items():
+                values[axis][word] += 1
     words = {axis: dict.fromkeys([*(word for word, _ in found[axis].most_common()),
                                   *(word for word, _ in values[axis].most_common()
                                     if word != "features" or not found[axis])])

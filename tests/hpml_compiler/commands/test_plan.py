@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import types
 
@@ -145,3 +146,21 @@ def test_unlike_devices_are_planned_saved_and_printed(app, target, tmp_path):
     assert sum(group["rows"] for group in saved.summary_json()["groups"]) == saved.batch == 3
     result = CliRunner().invoke(app, ["explain", str(path), "weight"])
     assert isinstance(result.exception, BadInput) and "groups of different devices" in str(result.exception)
+
+
+@pytest.mark.parametrize(("arguments", "error"), [
+    (["--view", "map", "--svg", "plan.svg"], "there is no view map"), (["--view", "block"], "--view needs a picture"),
+    (["--html", "no/such/plan.html"], "the page of the plan"), (["--backward"], "--backward needs a picture"),
+])
+def test_pictures_and_pages_are_checked_before_the_model_is_loaded(app, arguments, error, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["plan", "not_there.py:model", *arguments])
+    assert isinstance(result.exception, BadInput) and error in str(result.exception)
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz's program dot")
+def test_a_view_and_a_page_are_written(app, target, calls, tmp_path):
+    result = CliRunner().invoke(app, ["plan", target, "--json", "--html", str(tmp_path / "plan.html"),
+                                      "--svg", str(tmp_path / "plan.svg"), "--view", "block", "--backward"])
+    assert result.exit_code == 0, result.output
+    assert "block " in (tmp_path / "plan.svg").read_text() and "How to make it again" in (tmp_path / "plan.html").read_text()
