@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 benchmarks/outputs.py [--rounds 10] [--models language unet llama ...] [--contenders ddp hpml]
 
 Contenders train copies of one model on the same global batch, interleaved, one thread per rank: DDP compiled with inductor,
-hpml, and hpml_inside, the same model wrapped to compute its loss. language, unet and llama return logits, from which the script
-computes the loss; the others are Hugging Face's as published, which return it, some after a graph break. Reports the median
-step of the slowest rank, and the largest peak of allocations in a step over the ranks, above parameters and gradients.
-recording_us is the time that hpml takes in a step to note what the script calls on outputs.
+hpml, hpml_inside, the same model wrapped to compute its loss, and hpml_whole, which gathers what graphs return. language, unet
+and llama return logits, from which the script computes the loss; the others are Hugging Face's as published, which return it,
+some after a graph break. Reports the median step of the slowest rank, and the largest peak of allocations in a step over the
+ranks, above parameters and gradients. recording_us is the time of a step in which hpml notes what the script calls on outputs.
 """
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Contender:
         else:
             session.reset()
             model = WithLoss(model) if name in OUTSIDE and kind == "hpml_inside" else model
-            self.call = torch.compile(model, backend="hpml")
+            self.call = torch.compile(model, backend="hpml", options={"outputs": "whole"} if kind == "hpml_whole" else {})
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step(self) -> Any:
@@ -214,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--contenders", nargs="+", default=["ddp", "hpml", "hpml_inside"])
+    parser.add_argument("--contenders", nargs="+", default=["ddp", "hpml", "hpml_inside", "hpml_whole"])
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))

@@ -14,6 +14,7 @@ from hpml_compiler.compile.single_device import compile_single_device
 from hpml_compiler.integrations.ddp_fsdp_guard import refuse_other_wrappers, watch_compiled_modules
 from hpml_compiler.monitor import tensorboard_scalars
 from hpml_compiler.options import Options
+from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
 from hpml_compiler.runtime.process.compute_device import init_device
 from hpml_compiler.runtime.process.gc_pause import gc_paused
 from hpml_compiler.runtime.process.live_objects import one_scan
@@ -45,4 +46,16 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         init_device(example_inputs)
         check_supported(gm)
         note_function()
-        return GraphCompiler(gm, example_inputs, options).compile()
+        given = list(example_inputs)
+        call = GraphCompiler(gm, given, options).compile()
+        _release_outputs(given)
+        return call
+
+
+def _release_outputs(given: list[Any]) -> None:
+    """Replace outputs of other graphs among the example inputs, which the graph's backward compiler holds, by tensors without
+    memory: they are of the first step's activations, and hang on its graph."""
+    for k, x in enumerate(given):
+        if isinstance(x, LazyOutput):
+            with compat.plain_torch_functions():
+                given[k] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

@@ -6,6 +6,7 @@ only where the script reads them.
 """
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -63,7 +64,7 @@ class CallRecord:
 
     def __init__(self, root: RecordedCall, modes: Modes, options: Any, fakes: compat.FakeCalls) -> None:
         self.at, self.modes, self.options, self.fakes = root, modes, options, fakes
-        self.thread = threading.current_thread()
+        self.thread, self.is_busy = threading.current_thread(), False
         self.values: list[RecordedValue] = []
         self.inputs: dict[int, Any] = {}
         self._living: dict[int, weakref.ref[Any]] = {}
@@ -120,11 +121,13 @@ class CallRecord:
         for number, tensor in enumerate(new, len(self.values)):
             self.inputs[number] = tensor
             self._numbers[id(tensor), tensor._version] = number
-        self.at = call
+        self.at, self.is_busy = call, True
         self.values += call.added
-        made = self._results(call, operands, stand_in)
-        self._keep_inputs()
-        return made
+        try:
+            return self._results(call, operands, stand_in)
+        finally:
+            self.is_busy = False
+            self._keep_inputs()
 
     def _ref(self, tensor: torch.Tensor, new: list[torch.Tensor]) -> tuple[Hashable, Ref]:
         own = tensor.__dict__
@@ -154,7 +157,7 @@ class CallRecord:
                 at_once.append(k)
             else:
                 found[k] = stand_in(self, k)
-                self._living[k] = weakref.ref(found[k])
+                self._living[k] = weakref.ref(found[k], functools.partial(_release, weakref.ref(self)))
                 state_of(AllRecords).living.add(self)
         if at_once:
             found |= self._values_of(at_once)
@@ -164,8 +167,7 @@ class CallRecord:
         """Keep plain inputs of what is not computed yet as they are now."""
         alive = self.alive
         if not alive:
-            self.inputs, self._kept = {}, {}
-            state_of(AllRecords).living.discard(self)
+            self.release()
             return
         for k in self.at.graph(alive, self.values).inputs:
             tensor = self.inputs[k]
@@ -223,8 +225,12 @@ class CallRecord:
             if tensor is not None:
                 tensor.become(value)
         if not self.alive:
-            self.inputs, self._kept = {}, {}
-            state_of(AllRecords).living.discard(self)
+            self.release()
+
+    def release(self) -> None:
+        """Let go of the inputs, with the graphs that they hang on."""
+        self.inputs, self._kept = {}, {}
+        state_of(AllRecords).living.discard(self)
 
     def _values_of(self, wanted: Sequence[int]) -> dict[int, Any]:
         graph = self.at.graph(wanted, self.values)
@@ -279,3 +285,10 @@ class CallRecord:
                             "threads would do at different times", threading.current_thread().name,
                             "use it where the model is called first (as in logits = logits.numpy()), and pass the result on")
         require_all_ranks(what, ALONE, every)
+
+
+def _release(record: weakref.ref[CallRecord], _: Any) -> None:
+    """Let a record go of its inputs when the last result that needs them is gone."""
+    found = record()
+    if found is not None and not found.is_busy and not found.alive:
+        found.release()

@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import time
+import weakref
 
 import pytest
 import torch
@@ -274,6 +275,9 @@ def run_rest(rank):
         loss.backward()
         assert gathered == ([] if step else [(256, 512)])
         gathered.clear()
+        logits = weakref.ref(z)
+        del z, held
+        assert logits() is None  # the record holds what unread results need, no longer than these live
     (_, graph, metric) = hpml_compiler.last_plan().graphs
     assert not [r for each in (graph, metric) for r in each.redistributions if r.shape == (256, 512)]
 
