@@ -10,7 +10,7 @@ from hpml_compiler.instruments.heterogeneous.share_planning import plan_mixed
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
-from hpml_compiler.planner.offline_planner import plan_traces
+from hpml_compiler.planner.joint.open_planner import plan_open
 from hpml_compiler.planner.traced_model import TracedModel
 from passes.errors import BadInput
 from passes.hardware.cluster import Cluster
@@ -47,4 +47,4 @@ def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster
         return plan_mixed(model, batch, cluster, parsed)
     parsed = parsed.with_plan(cluster.world_size)
     alone = cluster.world_size == 1 and parsed.chooses_saved and parsed.microbatches == 1
-    return plan_traces(TracedModel(model, batch, parsed, alone, run_breaks), cluster)
+    return plan_open(TracedModel(model, batch, parsed, alone, run_breaks, {}), cluster)

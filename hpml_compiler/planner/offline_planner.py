@@ -40,10 +40,21 @@ log = logging.getLogger("hpml")
 def plan_traces(traces: TracedModel, cluster: Cluster, allowance: WorkLimit | None = None) -> Plan:
     """Plan a traced model on a cluster of equal devices. allowance: replaces the options' time limit. Raises BadInput and
     Infeasible."""
+    return _planned(traces, cluster, allowance or WorkLimit(traces.options.time_limit), False)
+
+
+@gc_paused()
+def plan_candidate(traces: TracedModel, cluster: Cluster, allowance: WorkLimit) -> Plan:
+    """Plan one of many candidates: with fewer trials, and only from a few layers of a deep model. Raises BadInput, Infeasible,
+    and DepthsDiffer or LayersDiffer where these do not represent it."""
+    return _planned(traces, cluster, allowance, True)
+
+
+def _planned(traces: TracedModel, cluster: Cluster, allowance: WorkLimit, hurried: bool) -> Plan:
     options = traces.options
     options.check_mesh(cluster.world_size)
-    planner = OfflinePlanner(options, cluster, traces.trained)
-    records = planner.plan(traces, allowance or WorkLimit(options.time_limit))
+    planner = OfflinePlanner(options, cluster, traces.trained, hurried)
+    records = planner.plan(traces, allowance)
     plan = as_plan(records, planner.rejected, options, str(cluster))
     sizes = {name: p.numel() for name, p in traces.model.named_parameters()}
     return plan.model_copy(update={"unplanned": tuple(
@@ -54,11 +65,13 @@ def plan_traces(traces: TracedModel, cluster: Cluster, allowance: WorkLimit | No
 class OfflinePlanner:
     """trained: bytes of the model's trained parameters, by name: the optimizer has all of them. graphs: under a budget, memory
     of the graphs planned so far, by name; met: names of their parameters. rejected: meshes that other plans were better
-    than."""
+    than. hurried: plan one of many candidates: fewer choices are tried, and where a few layers do not represent the model,
+    `DepthsDiffer` is raised."""
 
-    def __init__(self, options: Options, cluster: Cluster, trained: Mapping[str, float]):
+    def __init__(self, options: Options, cluster: Cluster, trained: Mapping[str, float], hurried: bool = False):
         self.options = options.model_copy(update={"plan": options.load_plan()})
         self.cluster, self.trained, self.ranks = cluster, trained, OfflineRanks(cluster.world_size)
+        self.hurried = hurried
         self.graphs: dict[str, GraphMemory] = {}
         self.met: set[str] = set()
         self.rejected: list[MeshAttempt] = []
@@ -71,6 +84,8 @@ class OfflinePlanner:
             try:
                 return [self._of_few_layers(self.problem("graph_0", traces.few, annotated, allowance, folded))]
             except DepthsDiffer as error:
+                if self.hurried:
+                    raise
                 log.info("a few layers do not represent the model (%s); hpml traces all of them", error)
                 self.graphs.clear()
                 self.met.clear()
@@ -88,6 +103,8 @@ class OfflinePlanner:
         try:
             return self.record(step)
         except LayersDiffer:
+            if self.hurried:
+                raise
             log.info("%s: the %d traced layers differ on one rank, so the plan saves all activations; with "
                      "trace_all_layers=True, hpml can recompute some", step.name, LONG)
             return self.record(replace(step, sharing=None, options=self.options))
@@ -99,7 +116,8 @@ class OfflinePlanner:
         step = StepProblem(
             name, lambda: annotated or annotate(joint_of_loss(traced.gm), traced.inputs, traced.forward_outputs, count,
                                                 leaves=False),
-            traced.forward_outputs, self.options, self.cluster, allowance, count, traced, folded=folded)
+            traced.forward_outputs, self.options, self.cluster, allowance, count, traced, folded=folded,
+            hurried=self.hurried)
         if count > 1 and folded is None:
             step = replace(step, analyze_full=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs,
                                                                leaves=self.options.shards_outputs))

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -31,24 +32,34 @@ from passes.tracing.joint_trace import JointTrace, trace
 from passes.tracing.untraced_parts import UntracedPart
 
 log = logging.getLogger("hpml")
+ALL_LAYERS = 0
+"""Key of the full model among known traces."""
 
 
 class TracedModel:
     """A model that is traced on one batch when first needed, and then planned on one cluster after another. alone: trace it as
-    for one device. run_breaks: run the Python code between graphs, on the real weights and batch."""
+    for one device. run_breaks: run the Python code between graphs, on the real weights and batch. known: traces by number of
+    layers, and whether they compute the loss in chunks, which plans with other options share; None if this one may change its
+    own."""
 
-    def __init__(self, model: nn.Module, batch: Any, options: Options, alone: bool = False, run_breaks: bool = False):
+    def __init__(self, model: nn.Module, batch: Any, options: Options, alone: bool = False, run_breaks: bool = False,
+                 known: dict[tuple[int, bool], list[JointTrace]] | None = None):
         self.model, self.batch, self.options, self.alone, self.run_breaks = model, batch, options, alone, run_breaks
+        self.known = known
         self.unplanned: list[UntracedPart] = []
         """Filled when the full model is traced."""
+
+    def with_options(self, options: Options) -> TracedModel:
+        """The same model for other options that trace it alike; it is traced once, if this one has `known` traces."""
+        other = TracedModel(self.model, self.batch, options, self.alone, self.run_breaks, self.known)
+        other.unplanned = self.unplanned
+        return other
 
     @cached_property
     def traced(self) -> list[JointTrace]:
         """All graphs of the full model, under a budget before any pass of hpml's own."""
-        found = trace(self.model, self.batch, self.options.compiler, self.alone, self.run_breaks, self.unplanned)
-        for each in found:
-            self._change(each)
-        return found
+        return self._known(ALL_LAYERS, lambda: trace(self.model, self.batch, self.options.compiler, self.alone, self.run_breaks,
+                                                     self.unplanned))
 
     @cached_property
     def whole(self) -> list[AnalyzedGraph]:
@@ -85,17 +96,25 @@ class TracedModel:
     def _cut(self, layers: int) -> tuple[JointTrace, AnalyzedGraph] | None:
         """Trace the model with so many layers, under a budget also before any pass; None if that gives several graphs."""
         with with_few_layers(self.model, layers):
-            found = trace(self.model, self.batch, self.options.compiler)
-        for each in found:
-            self._change(each)
+            found = self._known(layers, lambda: trace(self.model, self.batch, self.options.compiler))
         return (found[0], self._annotated(found[0])) if len(found) == 1 and not found[0].breaks else None
 
-    def _change(self, traced: JointTrace) -> None:
-        change_traced(traced.gm, traced.forward_outputs, self.options, self.alone and self.options.loss_chunks != "auto")
+    def _known(self, layers: int, find: Callable[[], list[JointTrace]]) -> list[JointTrace]:
+        """The traces of so many layers, after the passes that the options name."""
+        chunks = self.alone and self.options.loss_chunks != "auto"
+        key = layers, chunks and self.options.microbatches == 1
+        if self.known is not None and key in self.known:
+            return self.known[key]
+        found = find()
+        for each in found:
+            change_traced(each.gm, each.forward_outputs, self.options, chunks)
+        if self.known is not None:
+            self.known[key] = found
+        return found
 
     def _annotated(self, traced: JointTrace) -> AnalyzedGraph:
-        budget = self.options.chooses_saved
-        return _annotate(replace(traced, gm=copy_graph(traced.gm)) if budget else traced, self.options)
+        stays = self.options.chooses_saved or self.known is not None
+        return _annotate(replace(traced, gm=copy_graph(traced.gm)) if stays else traced, self.options)
 
 
 def _annotate(traced: JointTrace, options: Options) -> AnalyzedGraph:

@@ -55,7 +55,8 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class GatherChoice:
-    """The choice for one plan. record: for the whole batch, with all layers. given: choice of a saved plan to apply."""
+    """The choice for one plan. record: for the whole batch, with all layers. given: choice of a saved plan to apply. hurried:
+    try out few of the choices under a memory budget."""
 
     record: GraphPlan
     annotated: AnalyzedGraph
@@ -63,6 +64,7 @@ class GatherChoice:
     cluster: Cluster
     options: Options
     given: LoopGathers | None = None
+    hurried: bool = False
 
     def record_of(self, repeats: LoopGathers) -> GraphPlan:
         """The plan in microbatches."""
@@ -109,6 +111,8 @@ class GatherChoice:
         which recomputation has to make up for parts of the bytes, and all repetitions."""
         if self.given is not None or not self.groups:
             return [self.given or self.pinned]
+        if self.hurried:
+            return list(dict.fromkeys([self.pinned, self.all]))
         excess = max(self._peak(self.pinned) - limit, 0)
         between = [self.within(target)[0] for target in (*(limit + share * excess for share in SHARES), BELOW * limit)]
         return list(dict.fromkeys([self.pinned, *between, self.all]))
@@ -141,8 +145,9 @@ class GatherChoice:
     def problem(self, limit: float, kinds: tuple[bool, ...] = (False, True)) -> tuple[Problem, list[ParameterGroup]]:
         """The integer program, with an entity for each group (not repeated, repeated), then one for all other bytes."""
         groups = [group for group in self.groups if group.reduces in kinds]
-        graph = self._step_graph(with_groups(self.pinned, groups))
-        at_work = self._live_bytes(graph, groups)
+        if kinds not in self._at_work:  # it does not depend on the limit, and takes most of the time
+            self._at_work[kinds] = self._live_bytes(self._step_graph(with_groups(self.pinned, groups)), groups)
+        at_work = self._at_work[kinds]
         state = self.record.memory.parameters + self.record.memory.optimizer
         rows = sorted(at_work.items())
         repeated = (0.0,) * len(rows)
@@ -234,6 +239,11 @@ class GatherChoice:
         if repeats not in self._plans:
             self._plans[repeats] = with_peak(self.record_of(repeats), self.options, str(self.cluster))
         return self._plans[repeats]
+
+    @cached_property
+    def _at_work(self) -> dict[tuple[bool, ...], dict[tuple[int, ...], int]]:
+        """Most bytes in memory with all groups of these kinds repeated."""
+        return {}
 
     @cached_property
     def _plans(self) -> dict[LoopGathers, GraphPlan]:

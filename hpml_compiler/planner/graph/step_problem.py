@@ -28,7 +28,7 @@ class StepProblem:
     kept_gradients: places of the outputs that go to `.grad`. written: positions of inputs that a call mutates. sharing: under a
     memory budget, what the graphs of the step share. folded: the deeper model of which a few layers were traced. fixed_mesh:
     mesh of earlier graphs, which this one has to share. rows: names of inputs that are this rank's rows of a batch. device:
-    type of the device that will run the graph, "" if its tensors are on it.
+    type of the device that will run the graph, "" if its tensors are on it. hurried: the step is one of many candidates.
     """
 
     name: str
@@ -48,6 +48,7 @@ class StepProblem:
     fixed_mesh: Mapping[str, int] | None = None
     rows: frozenset[str] = frozenset()
     device: str = ""
+    hurried: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "analyze", cache(self.analyze))  # copies of the problem share one analysis

@@ -28,6 +28,9 @@ LONGER = 0.5
 """Part of the time limit that may be spent in addition before a budget is refused."""
 LEAST = 1 / 15
 """Part of the time limit for one solve, however little is left."""
+LOOKS = ((1.0, 0.95), (0.5, 0.7), (0.3, 0.6), (0.1, 0.5), (0.0, 0.05))
+"""For one of many candidates: shares of the saved values to count, each with the part of the bytes that these and the state of
+the parameters may take: the rest is left to what is saved in spite of recomputation, and to temporary values."""
 LITTLE = 0.005
 """Recomputation that takes no more than this part of a step is no reason to search for other placements."""
 
@@ -67,6 +70,17 @@ def search_within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, allow
     if not search.fitting():
         search.look_for_the_least()
     return with_gap(search.best(remedies, others_bytes), first, wanted_gap)
+
+
+def first_within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, allowance: WorkLimit, others_bytes: float = 0.0,
+                        wanted_gap: float = 0.0) -> PlanResult:
+    """The first placements of a few that fit with their checkpointing: `search_within_budget` for one of many candidates."""
+    search = _BudgetSearch(plan, try_out, budget_bytes, allowance)
+    for share, part in LOOKS:
+        found = search.look(share, part * (budget_bytes - others_bytes))
+        if found is not None and _excess(found) <= 0:
+            return with_gap(found, None, wanted_gap)
+    return search.best((), others_bytes)
 
 
 class _BudgetSearch:

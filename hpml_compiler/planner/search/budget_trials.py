@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from hpml_compiler.planner.graph.optimality_gap import with_gap
-from hpml_compiler.planner.search.budget_search import search_within_budget
+from hpml_compiler.planner.search.budget_search import first_within_budget, search_within_budget
 from hpml_compiler.planner.search.dry_run import MOST_OF_THE_TIME, DryRun
 from hpml_compiler.planner.search.plan_cache import PlanCache
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
@@ -33,6 +33,8 @@ def plan_by_trials(plan: Callable[..., PlanResult], trial: DryRun, allowance: Wo
     def try_out(planned: PlanResult) -> PlanResult:
         return trial(planned, allowance.part(MOST_OF_THE_TIME * allowance.seconds))
 
+    if trial.step.hurried:
+        return first_within_budget(placed, try_out, sharing.budget, allowance, sharing.other_graphs_bytes, sharing.options.gap)
     remedies = [] if sharing.options.offloads("saved") else ['offload="saved"']
     if sharing.options.resident_states and trial.step.cluster.device.kind == "cpu":  # several GPUs do not support it
         remedies.append('offload="optimizer"')

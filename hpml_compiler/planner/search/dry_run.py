@@ -66,7 +66,7 @@ class DryRun:
         step, folded = self.step, self.step.folded
         assert self.times is not None, "there is a loop"
         record = planned.record if folded is None else folded.of_all_layers(planned.record)
-        return GatherChoice(record, step.annotated, self.times, step.cluster, step.options, self.repeats)
+        return GatherChoice(record, step.annotated, self.times, step.cluster, step.options, self.repeats, step.hurried)
 
     def _solved(self, planned: PlanResult, within: WorkLimit) -> CheckpointDecision:
         problem = self.problem(planned)

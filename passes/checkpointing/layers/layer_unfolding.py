@@ -95,7 +95,7 @@ class _Unfolding:
         returned, gradients = (frozenset(s for s, source in enumerate(self.source) if source in which)
                                for which in (program.returned, program.gradients))
         return UnfoldedProgram(StorageProgram(tuple(self.runs), storages, returned, gradients, program.between_bytes,
-                                              program.after_bytes),
+                                              program.after_bytes, microbatches=program.microbatches),
                                tuple(self.source), tuple(self.run_source))
 
     def _storage(self, s: int, layer: int, maker: int | None) -> int:

@@ -12,6 +12,7 @@ them.
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Callable, Container, Sequence
 
 import torch
@@ -143,10 +144,11 @@ class _LoopSplitter:
                                                                              tuple[LoopInput, ...]]:
         takes = [node for node in loop if node.target in ENTERS]
         forward = _needed([node.args[0] for node in collects if not self.late[node]])
+        forward |= {user for node in forward for user in node.users if user.target is operator.getitem}
         # Forward before everything else: partitioners treat nodes before a forward node as computed by then.
         inside = self._with_constants([*loop, *collects])
-        inside = sorted((node for node in inside if node.target not in ENTERS and node not in collects),
-                        key=lambda node: node not in forward)
+        inside = [node for node in inside if node.target not in ENTERS and node not in collects]
+        inside = [*(node for node in inside if node in forward), *self._just_in_time([x for x in inside if x not in forward])]
         ends = [node.args[0] for back in (False, True) for node in collects if self.late[node] == back]
         own = set(inside)
         read = list(dict.fromkeys((*_read(inside, own), *(x for x in ends if x not in own and x.op != "get_attr"))))
@@ -165,6 +167,24 @@ class _LoopSplitter:
         self._own_memory(gm, [new[same.get(x, x)] for x in ends], sorted(self.late[x] for x in collects))
         early, late = (tuple(self._as_read(node) for node in read if self.late[node] == back) for back in (False, True))
         return gm, early, late
+
+    def _just_in_time(self, nodes: Sequence[Node]) -> list[Node]:
+        """Nodes of backward in order, but those that wait for no gradient only before their first reader: such as what backward
+        computes of the values of one layer, which belongs to that layer's part of backward."""
+        number = {node: k for k, node in enumerate(nodes)}
+        deferred = {node for node in nodes if not self.late[node] and is_recomputable(node)
+                    and any(user in number for user in node.users)}
+        found: list[Node] = []
+        for node in nodes:
+            if node not in deferred:
+                needed, stack = set[Node](), [node]
+                while stack:
+                    fresh = deferred.intersection(stack.pop().all_input_nodes)
+                    deferred -= fresh
+                    needed |= fresh
+                    stack += fresh
+                found += [*sorted(needed, key=number.__getitem__), node]
+        return [*found, *sorted(deferred, key=number.__getitem__)]
 
     def _as_read(self, node: Node) -> LoopInput:
         if node.target not in ENTERS:

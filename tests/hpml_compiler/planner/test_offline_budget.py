@@ -122,6 +122,19 @@ def test_of_layers_that_stand_for_others_it_is_decided_what_all_keep(megabytes):
     assert max(value.layers for value in values) >= 4
 
 
+@pytest.mark.parametrize("zero", ["auto", 3])
+def test_layers_that_stand_for_others_go_through_in_microbatches(zero):
+    """What backward computes of forward's values alone belongs to its layer, so that layers are alike in the loop, too."""
+    model, batch = transformer(512, 64, 4, 10, rows=8, length=64)
+    few, whole = (hpml_compiler.plan(model, batch, cluster="1x2:h100-80g", memory_budget="14MB", mesh={"dp": 2}, microbatches=2,
+                                     zero=zero, **EAGER, trace_all_layers=each) for each in (False, True))
+    (ours,), (theirs,) = few.graphs, whole.graphs
+    assert ours.multiplicity and ours.kept is not None and ours.microbatches is not None, "it is decided what is saved"
+    assert ours.kept.gradient_bytes == theirs.kept.gradient_bytes and ours.memory.parameters == theirs.memory.parameters
+    assert few.peak.bytes <= 14 * 10**6 >= whole.peak.bytes
+    assert ours.predicted.step_time_us == pytest.approx(theirs.predicted.step_time_us, rel=0.02)
+
+
 def test_where_layers_are_not_run_alike_the_log_says_that_nothing_is_decided(caplog):
     """Gradients of small layers share a bucket, which is reduced when several layers are over."""
     model, batch = transformer(64, 32, 2, 9, rows=4, length=8)

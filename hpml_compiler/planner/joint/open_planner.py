@@ -1,0 +1,65 @@
+"""Plan a traced model, and where that does not fit, search over the decisions that its options leave open."""
+from __future__ import annotations
+
+import logging
+
+from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.planner.joint.joint_search import JointSearch
+from hpml_compiler.planner.joint.open_decisions import OpenDecisions
+from hpml_compiler.planner.offline_planner import plan_traces
+from hpml_compiler.planner.search.fitting_search import memory_limit
+from hpml_compiler.planner.traced_model import TracedModel
+from passes.analyses.microbatch_dims import rows_of
+from passes.errors import Infeasible
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.hardware.cluster import Cluster
+from passes.solver.work_limit import WorkLimit
+
+log = logging.getLogger("hpml")
+
+
+def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
+    """Plan as the options say, and if that does not fit, whatever they leave open. Raises BadInput and Infeasible."""
+    options = traces.options
+    options.check_mesh(cluster.world_size)
+    try:
+        if (short := _too_large(traces, cluster)) is not None:
+            raise short
+        return plan_traces(traces, cluster)
+    except Infeasible as refusal:
+        annotated = _single_graph(traces)
+        if annotated is None or not annotated.interface.training:
+            raise
+        decisions = OpenDecisions(options, cluster, rows_of(annotated.graph.values))
+        if not decisions.any:
+            raise
+        log.info("placements alone do not fit: %s; hpml searches over microbatches, recomputation and stages", refusal.what)
+        return JointSearch(traces, decisions, annotated, refusal, WorkLimit(options.time_limit)).run()
+
+
+def _single_graph(traces: TracedModel) -> AnalyzedGraph | None:
+    """The only graph of the model, or the few layers that stand for it; None where the model has several."""
+    plain = traces.with_options(traces.options.model_copy(update={"memory_budget": None, "recompute": {}, "microbatches": 1}))
+    if plain.shortened is not None:
+        return plain.shortened[1]
+    return plain.whole[0] if len(plain.whole) == 1 else None
+
+
+def _too_large(traces: TracedModel, cluster: Cluster) -> Infeasible | None:
+    """The refusal of a step that saves everything at once, where that exceeds all devices together: such a search would only
+    find that out after a long time."""
+    options = traces.options
+    if options.chooses_saved or options.microbatches > 1 or options.stage_ranks > 1 or options.plan is not None:
+        return None
+    if traces.shortened is None:
+        return None
+    folded, annotated = traces.shortened
+    long, short = (sum(graph.values[v].bytes for v in graph.saved) for graph in (annotated.graph, folded.shorter))
+    need = (long + folded.further * (long - short)) / cluster.world_size
+    limit = memory_limit(options, cluster)
+    if need <= limit:
+        return None
+    error = Infeasible(f"the activations that backward reads take {need / 1e9:.1f} GB on each device, even if all of them are "
+                       f"sharded over all {cluster.world_size}", "graph_0", "use microbatches or a memory_budget")
+    error.smallest_budget_bytes = need
+    return error
