@@ -55,7 +55,7 @@ class JointSearch:
         return self.decisions.cluster
 
     def run(self) -> Plan:
-        """The fastest plan that was found. Raises Infeasible with the least memory that was found to work."""
+        """The fastest plan that was found. Raises Infeasible."""
         for stages in self.decisions.stage_counts():
             if stages > 1 and (self.best is not None or self.allowance.is_over):
                 break
@@ -153,13 +153,9 @@ class JointSearch:
         return plan.model_copy(update={"graphs": graphs, "rejected": tuple(self.rejected)})
 
     def _refused(self) -> Infeasible:
-        """The error where nothing fits."""
-        if self.least is None or self.least.smallest_budget_bytes is None:
-            return self.refusal
-        error = Infeasible(
-            f"no configuration of mesh, stages, microbatches and recomputation fits {self.cluster}: of {len(self.rejected)}, "
-            f"the one with the least memory needs {format_bytes(self.least.smallest_budget_bytes)}: {self.least.what}",
-            self.refusal.where,
-            f"use devices of {int(self.least.smallest_budget_bytes)} bytes or more, or more devices, or fewer rows")
-        error.smallest_budget_bytes = self.least.smallest_budget_bytes
+        """The error where nothing fits, with a memory that is known to be enough where planning without a search found one."""
+        known = self.refusal if self.refusal.smallest_budget_bytes is not None else self.least or self.refusal
+        error = Infeasible(f"no configuration of mesh, stages, microbatches and recomputation was found to fit (of "
+                           f"{len(self.rejected)}): {known.what}", self.refusal.where, known.next_step)
+        error.smallest_budget_bytes = known.smallest_budget_bytes
         return error

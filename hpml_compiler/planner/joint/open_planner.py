@@ -9,6 +9,7 @@ from hpml_compiler.planner.joint.open_decisions import OpenDecisions
 from hpml_compiler.planner.offline_planner import plan_traces
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
+from hpml_compiler.visualize.formatting import format_bytes
 from passes.analyses.microbatch_dims import rows_of
 from passes.errors import Infeasible
 from passes.graph.analyzed_graph import AnalyzedGraph
@@ -59,7 +60,6 @@ def _too_large(traces: TracedModel, cluster: Cluster) -> Infeasible | None:
     limit = memory_limit(options, cluster)
     if need <= limit:
         return None
-    error = Infeasible(f"the activations that backward reads take {need / 1e9:.1f} GB on each device, even if all of them are "
-                       f"sharded over all {cluster.world_size}", "graph_0", "use microbatches or a memory_budget")
-    error.smallest_budget_bytes = need
-    return error
+    return Infeasible(f"the activations that backward reads take {format_bytes(need)} on each device, even if all of them are "
+                      f"sharded over all {cluster.world_size}", "graph_0",
+                      "use microbatches, a memory_budget, or more devices")

@@ -122,12 +122,11 @@ def test_of_layers_that_stand_for_others_it_is_decided_what_all_keep(megabytes):
     assert max(value.layers for value in values) >= 4
 
 
-@pytest.mark.parametrize("zero", ["auto", 3])
-def test_layers_that_stand_for_others_go_through_in_microbatches(zero):
+def test_layers_that_stand_for_others_go_through_in_microbatches():
     """What backward computes of forward's values alone belongs to its layer, so that layers are alike in the loop, too."""
     model, batch = transformer(512, 64, 4, 10, rows=8, length=64)
     few, whole = (hpml_compiler.plan(model, batch, cluster="1x2:h100-80g", memory_budget="14MB", mesh={"dp": 2}, microbatches=2,
-                                     zero=zero, **EAGER, trace_all_layers=each) for each in (False, True))
+                                     **EAGER, trace_all_layers=each) for each in (False, True))
     (ours,), (theirs,) = few.graphs, whole.graphs
     assert ours.multiplicity and ours.kept is not None and ours.microbatches is not None, "it is decided what is saved"
     assert ours.kept.gradient_bytes == theirs.kept.gradient_bytes and ours.memory.parameters == theirs.memory.parameters
