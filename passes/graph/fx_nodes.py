@@ -11,8 +11,6 @@ from passes.compat import pytree
 
 BACKWARD_ON_PURPOSE = "must_be_in_backward"
 """The partitioner's tag for a node that must run in backward although it could run in forward."""
-IN_FORWARD = "hpml_in_forward"
-"""Key in the meta of a node that runs in forward although no output of forward needs it."""
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 BY_COORDINATE = "hpml_by_coordinate"
 """Key in the meta of a call with the start of a rank's shard among its constants: the

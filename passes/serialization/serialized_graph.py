@@ -18,7 +18,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from passes.compat import LOOP_TURN, fake_of, is_fake, static_int
-from passes.graph.fx_nodes import IN_FORWARD
 from passes.graph.user_checkpointing import CHECKPOINTED
 from passes.pass_result import attribute_of
 from passes.serialization.restricted_pickle import Classes, NotPlain, RestrictedPickler, RestrictedUnpickler, classes_of
@@ -26,7 +25,7 @@ from passes.serialization.serialized_calls import PARTS, CannotSerialize, called
 
 KEPT_META = ("partitioner_tag", LOOP_TURN)
 _MODULES_OF_NODE = "nn_module_stack"
-TRACED_META = (*KEPT_META, IN_FORWARD, "desc", "seq_nr", "is_gradient_acc", _MODULES_OF_NODE, *CHECKPOINTED)
+TRACED_META = (*KEPT_META, "desc", "seq_nr", "is_gradient_acc", _MODULES_OF_NODE, *CHECKPOINTED)
 """Metadata that annotating a traced graph reads besides its values."""
 LARGEST_CONSTANT_BYTES = 2**20
 _CONSTANTS = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None),

@@ -8,7 +8,7 @@ from torch import fx
 
 from passes import compat
 from passes.base import TransformPass
-from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, IN_FORWARD
+from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE
 from passes.op_rules.rule_table import is_random
 from passes.registry import register
 
@@ -28,11 +28,11 @@ class InductorJoint(TransformPass):
 @register
 @dataclass(frozen=True)
 class TagPhases(TransformPass):
-    """Tags as forward exactly the nodes that forward outputs need, and random ops of forward and what is marked to run in
-    forward, whether they are needed or not: the default partitioner goes by tag and position, and treats everything before the
-    last node tagged forward as computed by then, so nothing is held back for backward here, unless `holds_back`, for another
-    partitioner. Needed forward nodes are moved before nodes that depend on tangents: AOTAutograd traces views of a mutated
-    input, which are outputs, last."""
+    """Tags as forward exactly the nodes that forward outputs need, and random ops of forward whether they are
+    needed or not: the default partitioner goes by tag and position, and treats everything before the last node tagged forward
+    as computed by then, so nothing is held back for backward here, unless `holds_back`, for another partitioner. Needed
+    forward nodes are moved before nodes that depend on tangents: AOTAutograd traces views of a mutated input, which are
+    outputs, last."""
 
     name = "tag_phases"
 
@@ -44,7 +44,7 @@ class TagPhases(TransformPass):
         returned: tuple = output.args[0]  # type: ignore[assignment]
         stack = [x for x in returned[: self.forward_outputs] if isinstance(x, fx.Node)]
         stack += [x for x in graph_module.graph.nodes
-                  if is_random(x.target) and x.meta.get("partitioner_tag") == "is_forward" or IN_FORWARD in x.meta]
+                  if is_random(x.target) and x.meta.get("partitioner_tag") == "is_forward"]
         needed = set(stack)
         while stack:
             for node in stack.pop().all_input_nodes:

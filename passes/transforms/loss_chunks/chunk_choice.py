@@ -17,7 +17,7 @@ from passes.transforms.loss_chunks.loss_region import LossRegion, Unchunkable, m
 
 LEAST_FREED_BYTES = 16 << 20
 """Chunks free at least so much."""
-LEAST_SHARE = 0.25
+LEAST_SHARE = 0.15
 """Chunks free at least this share of what a step holds."""
 LEAST_CHUNKS, MOST_CHUNKS = 8, 32
 LARGE_CHUNK_BYTES = 256 << 20

@@ -32,9 +32,11 @@ class Unchunkable(Exception):
 
 @dataclass(frozen=True)
 class LossRegion:
-    """heads: largest first. calls: that may be in the loop, in order. late: all nodes that depend on the loss's tangent.
-    others: those that depend on another one. least: elements of a value that is as large as the logits."""
+    """loss: the first scalar that forward returns. heads: largest first. calls: that may be in the loop, in order. late: all
+    nodes that depend on the loss's tangent. others: those that depend on another one. least: elements of a value that is as
+    large as the logits."""
 
+    loss: Node
     heads: tuple[Node, ...]
     tangent: Node
     calls: tuple[Node, ...]
@@ -72,8 +74,9 @@ def find_region(gm: GraphModule, forward_outputs: int) -> LossRegion:
         raise Unchunkable(f"no gradient as large as the result of {heads[0].name} comes from the loss")
     wanted = large | {user for node in large for user in node.users if user in members}
     needed = _needed(wanted, members)
-    return LossRegion(tuple(heads), tangent, tuple(node for node in gm.graph.nodes if node in needed), frozenset(late),
-                      frozenset(_depend_on(gm, [x for x in tangents if x is not tangent])), max(least, 1))
+    calls = tuple(node for node in gm.graph.nodes if node in needed)
+    others = _depend_on(gm, [x for x in tangents if x is not tangent])
+    return LossRegion(losses[0], tuple(heads), tangent, calls, frozenset(late), frozenset(others), max(least, 1))
 
 
 def scalar_tangents(gm: GraphModule) -> list[Node]:

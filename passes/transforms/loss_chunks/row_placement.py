@@ -15,7 +15,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -29,7 +28,7 @@ from passes.op_rules.collective_rules import collective_rule
 from passes.op_rules.opaque_calls import is_opaque, port_of
 from passes.op_rules.recomputable import is_recomputable
 from passes.op_rules.rule_table import operator_of
-from passes.transforms.loss_chunks.loss_region import LossRegion, Unchunkable
+from passes.transforms.loss_chunks.loss_region import LossRegion, Unchunkable, matrices_of
 from passes.transforms.microbatch.tangent_linearity import LinearCalls
 
 Port = tuple[Node, int]
@@ -66,22 +65,24 @@ class LossLoop:
 def place_rows(gm: GraphModule, region: LossRegion, chunks: int) -> LossLoop:
     """The loop that splits rows into this many chunks, evenly where possible. Raises Unchunkable."""
     factors, rules = _factors_of(region)
-    found = [s for s in _strategies_of(region.heads[0], factors, rules) if isinstance(s.outputs[0], tuple)]
-    splits: dict[tuple[bool, ...], list[tuple[int, Strategy]]] = {}
-    for strategy in found:  # rows of the hidden state come first, then columns of the weight
-        dim, k = cast("tuple[int, int]", strategy.outputs[0])
-        splits.setdefault(_split_operands(strategy), []).append((factors[region.heads[0], 0][dim][k], strategy))
+    head = region.heads[0]
+    weight = operand_nodes(head).index(matrices_of(head)[1])
+    splits: dict[bool, list[tuple[int, Strategy]]] = {False: [], True: []}
+    """By whether the weight is split: rows of the hidden state come first, then columns of the weight."""
+    for strategy in _strategies_of(head, factors, rules):
+        if isinstance(p := strategy.outputs[0], tuple):
+            splits[isinstance(strategy.inputs[weight], tuple)].append((factors[head, 0][p[0]][p[1]], strategy))
     reasons: list[Unchunkable] = []
     for group in splits.values():
         fitting = [each for each in group if each[0] >= chunks]
         if not fitting:
-            reasons.append(TooFewRows(region.heads[0].name, max(rows for rows, _ in group)))
+            reasons.append(TooFewRows(head.name, max((rows for rows, _ in group), default=1)))
         for rows, strategy in sorted(fitting, key=lambda each: each[0] % chunks != 0):
             try:
-                return _placed(gm, LossLoop(region, rows, factors, rules), {region.heads[0]: strategy})
+                return _placed(gm, LossLoop(region, rows, factors, rules), {head: strategy})
             except Unchunkable as error:
                 reasons.append(error)
-    raise reasons[0] if reasons else Unchunkable(f"{region.heads[0].name} has no rows that can be split")
+    raise reasons[0]
 
 
 def _placed(gm: GraphModule, loop: LossLoop, given: dict[Node, Strategy]) -> LossLoop:
@@ -94,10 +95,6 @@ def _placed(gm: GraphModule, loop: LossLoop, given: dict[Node, Strategy]) -> Los
         if not more:
             return found
         given = {**given, **more}
-
-
-def _split_operands(strategy: Strategy) -> tuple[bool, ...]:
-    return tuple(isinstance(p, tuple) for p in strategy.inputs)
 
 
 class TooFewRows(Unchunkable):

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from passes.compat import LOOP_TURN, fake_mode_of, pytree
 from passes.errors import HpmlError
-from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, IN_FORWARD
+from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE
 from passes.graph.loops.loop_parts import HALF
 from passes.graph.user_checkpointing import copy_checkpoint_marks
 from passes.op_rules.base import Factors, Placement
@@ -28,8 +28,17 @@ from passes.transforms.shard.localization import localize
 from passes.transforms.shard.output_strides import with_traced_strides
 
 aten, prims = torch.ops.aten, torch.ops.prims
+torch.library.define("hpml::beside_gradients", "(Tensor loss, Tensor[] gradients) -> Tensor")
+BESIDE = torch.ops.hpml.beside_gradients.default
+"""The loss, as a result of its gradients, too: partitioners would compute these in backward, from the logits of all chunks."""
 Chunk = tuple[int, int]
 """The first row of a chunk, and the one after its last."""
+
+
+@torch.library.impl("hpml::beside_gradients", "CompositeExplicitAutograd")
+@torch.library.register_fake("hpml::beside_gradients")
+def _beside_gradients(loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return loss.clone()
 
 
 class _InForward(CallInserter):
@@ -60,6 +69,7 @@ class LoopUnroller:
         self.collected: dict[Node, list[Node]] = {}
         """By value that leaves the loop: its rows in all chunks so far, or their sum."""
         self.turn: int | None = None
+        self.loss = loop.region.loss
 
     def run(self) -> None:
         leaving = {port_of(node): node for node in self.loop.leaving()}
@@ -71,8 +81,11 @@ class LoopUnroller:
                     if (value := leaving.get((node, k))) is not None:
                         self._collect(value, made[node, k])
         self.turn = None
+        gradients = []
         for value in leaving.values():
-            self._give(value, self.loop.made[port_of(value) or (value, 0)])
+            joined = self._give(value, self.loop.made[port_of(value) or (value, 0)])
+            gradients += [joined] if value in self.loop.region.late else []
+        self._hold(gradients)
         self.graph.eliminate_dead_code()
 
     def _insert(self, like: Node) -> _InForward:
@@ -161,16 +174,28 @@ class LoopUnroller:
             part = insert(prims.convert_element_type.default, part, torch.float32)
         found[:] = [insert(aten.add.Tensor, found[0], part) if found else part]
 
-    def _give(self, value: Node, placement: Placement) -> None:
+    def _hold(self, gradients: list[Node]) -> None:
+        """Let forward compute the gradients."""
+        loss = self.loss
+        with self.graph.inserting_after(loss):
+            held = self.graph.call_function(BESIDE, (loss, gradients))
+        held.meta.update({key: loss.meta[key] for key in ("val", "seq_nr", "nn_module_stack") if key in loss.meta})
+        held.meta["partitioner_tag"] = "is_forward"
+        output = self.graph.output_node()
+        output.replace_input_with(loss, held)
+
+    def _give(self, value: Node, placement: Placement) -> Node:
         insert, found, whole = self._insert(value), self.collected[value], value.meta["val"]
         joined = found[0] if not isinstance(placement, tuple) else _joined(
             insert, found, self.loop.factors[port_of(value) or (value, 0)], placement, tuple(whole.shape))
         if joined.meta["val"].dtype != whole.dtype:
             joined = insert(prims.convert_element_type.default, joined, whole.dtype)
-        joined.meta[IN_FORWARD] = True
         late = value in self.loop.region.late
-        joined = self._scaled(joined, value) if late else with_traced_strides(joined, whole, insert)
-        value.replace_all_uses_with(joined, delete_user_cb=lambda user: not self.loop.inside(user))
+        given = self._scaled(joined, value) if late else with_traced_strides(joined, whole, insert)
+        value.replace_all_uses_with(given, delete_user_cb=lambda user: not self.loop.inside(user))
+        if value is self.loop.region.loss:
+            self.loss = given
+        return joined
 
     def _scaled(self, joined: Node, value: Node) -> Node:
         """The gradient for the tangent that comes, in backward."""
