@@ -10,8 +10,9 @@ from hpml_compiler.visualize.description.device_grid import device_grid
 from hpml_compiler.visualize.description.module_classes import block_path, module_classes, owner_path
 from hpml_compiler.visualize.description.placement_words import parameter_words, uses_of, value_words, words_text
 from hpml_compiler.visualize.formatting import describe_placements, format_bytes, format_mesh, format_placements, format_us
-from hpml_compiler.visualize.grid_views import grid_lines, grid_svg
+from hpml_compiler.visualize.grid_views import grid_lines, grid_svg, split_name
 from passes.errors import BadInput
+from passes.op_rules.dim_texts import parse_dims
 
 MOST_USERS = 8
 
@@ -56,6 +57,7 @@ def _parameter(graph: GraphPlan, name: str, parameter: ParameterPlan) -> Iterato
     if used := uses.get(stand_in or name):
         words = parameter_words(graph, name, {name: used})
         yield f"in forward, used as {words_text(words)}"
+    yield from _why_whole(graph, parameter)
     yield "the devices have"
     yield from (f"  {line}" for line in grid_lines(device_grid(parameter.placements, graph.mesh), parameter.dims))
     if stand_in:
@@ -67,6 +69,21 @@ def _parameter(graph: GraphPlan, name: str, parameter: ParameterPlan) -> Iterato
     if users:
         more = f" and {len(users) - MOST_USERS} more" if len(users) > MOST_USERS else ""
         yield f"read by {', '.join(users[:MOST_USERS])}{more}"
+
+
+def _why_whole(graph: GraphPlan, parameter: ParameterPlan) -> Iterator[str]:
+    """For each axis that does not split a parameter: sizes that stand in the way, or dims that the plan leaves whole."""
+    dims = parse_dims(parameter.dims) or tuple(((size, ""),) for size in parameter.shape)
+    for (axis, size), place in zip(graph.mesh.items(), parameter.placements):
+        if size == 1 or place != "R" or (axis == "pp" and graph.pipeline is not None):
+            continue
+        fit = [split_name(parameter.dims, dim, factor) for dim, row in enumerate(dims) for factor, (n, _) in enumerate(row)
+               if n % size == 0]
+        if fit:
+            yield f"not split over {axis}, although its {' or '.join(dict.fromkeys(fit))} could be: the plan keeps it whole"
+        else:
+            sizes = ", ".join(" x ".join(str(n) for n, _ in row) for row in dims)
+            yield f"not split over {axis}: {size} divides none of its sizes ({sizes})"
 
 
 def _gradient(graph: GraphPlan, parameter: ParameterPlan) -> Iterator[str]:

@@ -90,3 +90,14 @@ def test_unknown_names_get_suggestions(name, expected):
     with pytest.raises(BadInput, match=f"no node or parameter '{name}'") as caught:
         gpt_plan().explain(name)
     assert expected in caught.value.next_step
+
+
+def test_what_stands_in_the_way_of_a_split_is_named():
+    text = gpt_plan().explain("wte.weight")
+    assert "not split over tp, although its vocabulary or features could be: the plan keeps it whole" in text
+    graph = gpt_graph()
+    odd = graph.parameters["wte.weight"].model_copy(update={"shape": (99, 63), "dims": "99 vocabulary, 9 heads*7"})
+    plan = gpt_plan().model_copy(update={"graphs": (graph.model_copy(update={
+        "parameters": graph.parameters | {"wte.weight": odd}}),)})
+    assert "not split over tp: 4 divides none of its sizes (99, 9 x 7)" in plan.explain("wte.weight")
+    assert "not split over tp" not in gpt_plan().explain("h.0.fc.weight")
