@@ -2,10 +2,10 @@
 
     python benchmarks/heads.py [--rounds 5] [--models wide_vocabulary llama ...] [--backends inductor hpml]
 
-Backends are eager, inductor, auto_chunker (inductor with torch's own chunking of the loss) and hpml, interleaved, each in a
-process of its own. The loop reads the loss. A model's name with ":loss" is the same model wrapped to return its loss alone; the
-wide vocabulary is a head of 16384 words on hidden states of width 64, others are Hugging Face's with their real vocabularies at
-small widths.
+Backends are eager, inductor, auto_chunker (inductor with torch's own chunking of the loss), hpml, and hpml_at_once (hpml with
+`loss_chunks=1`), interleaved, each in a process of its own. The loop reads the loss. A model's name with ":loss" is the same
+model wrapped to return its loss alone; the wide vocabulary is a head of 16384 words on hidden states of width 64, others are
+Hugging Face's with their real vocabularies at small widths.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from hpml_compiler.monitor.profiled_step import StepProfile
 
-BACKENDS = ("eager", "inductor", "auto_chunker", "hpml")
+BACKENDS = ("eager", "inductor", "auto_chunker", "hpml", "hpml_at_once")
 WORDS, WIDTH = 16384, 64
 
 
@@ -79,8 +79,9 @@ class Contender:
         model = MODELS[name.removesuffix(":loss")]()
         self.model = LossAlone(model) if name.endswith(":loss") else model
         torch._inductor.config.auto_chunker.enable = backend == "auto_chunker"
+        options = {"loss_chunks": 1} if backend == "hpml_at_once" else None
         self.call = self.model if backend == "eager" else torch.compile(
-            self.model, backend="hpml" if backend == "hpml" else "inductor")
+            self.model, backend="hpml" if backend.startswith("hpml") else "inductor", options=options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         vocabulary = WORDS if name.startswith("wide") else model.config.vocab_size
         ids = torch.randint(0, vocabulary, ROWS.get(name.removesuffix(":loss"), (4, 128)))
