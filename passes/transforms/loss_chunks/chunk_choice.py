@@ -23,8 +23,10 @@ LEAST_CHUNKS, MOST_CHUNKS = 8, 32
 LARGE_CHUNK_BYTES = 256 << 20
 """More chunks than the fewest are taken where a chunk's logits are larger than this and than the head's weight: they take
 longer to compile."""
-ROWS_ON_CPU, ROWS = 64, 1024
-"""Rows of a chunk that hide the traffic of the head's weight and gradient."""
+ROWS_IN_CACHE, ROWS_ON_CPU, ROWS = 64, 256, 1024
+"""Rows of a chunk that hide the traffic of the head's weight and gradient: where these stay in the cache of a CPU, elsewhere on
+a CPU, and on other devices."""
+CACHE_BYTES = 16 << 20
 
 
 def chosen_chunks(gm: GraphModule, region: LossRegion, forward_outputs: int) -> int:
@@ -32,7 +34,8 @@ def chosen_chunks(gm: GraphModule, region: LossRegion, forward_outputs: int) -> 
     logits = sum(_bytes(node) for node in region.heads)
     weights = sum(_bytes(matrices_of(node)[1]) for node in region.heads)
     rows = max(node.meta["val"].numel() // node.meta["val"].shape[-1] for node in region.heads)
-    least_rows = ROWS_ON_CPU if region.heads[0].meta["val"].device.type == "cpu" else ROWS
+    on_cpu = region.heads[0].meta["val"].device.type == "cpu"
+    least_rows = (ROWS_IN_CACHE if weights <= CACHE_BYTES else ROWS_ON_CPU) if on_cpu else ROWS
     chunks = LEAST_CHUNKS
     while chunks < MOST_CHUNKS and logits // chunks > max(LARGE_CHUNK_BYTES, weights) and rows // (2 * chunks) >= least_rows:
         chunks *= 2
