@@ -1,6 +1,7 @@
 """Compile a Dynamo graph: on several ranks by `GraphCompiler`, on one as `compile_single_device` chooses."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,12 @@ from hpml_compiler.compile.graph_compiler import GraphCompiler
 from hpml_compiler.compile.inputs.unsupported_graphs import check_supported, warn_of_reentrant_checkpoints
 from hpml_compiler.compile.recompile_limit import note_function
 from hpml_compiler.compile.single_device import compile_single_device
+from hpml_compiler.compile.wrapper.deferred_outputs import with_outputs_of_ranks
+from hpml_compiler.compile.wrapper.runtime_wrapper import for_calls_on_outputs
 from hpml_compiler.integrations.ddp_fsdp_guard import refuse_other_wrappers, watch_compiled_modules
 from hpml_compiler.monitor import tensorboard_scalars
 from hpml_compiler.options import Options
+from hpml_compiler.planner.step_decision import defers_outputs
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
 from hpml_compiler.runtime.process.compute_device import init_device
 from hpml_compiler.runtime.process.gc_pause import gc_paused
@@ -27,7 +31,8 @@ from passes import compat
 
 @gc_paused()
 @one_scan()
-def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool = True) -> Callable[..., Any]:
+    """Compile one Dynamo graph. defers: whether large outputs beside the loss may be computed when they are first read."""
     compat.warn_if_untested()
     world = ensure_process_group()
     watch_compiled_modules()  # the backend may have been imported before Dynamo
@@ -46,10 +51,22 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         init_device(example_inputs)
         check_supported(gm)
         note_function()
-        given = list(example_inputs)
-        call = GraphCompiler(gm, given, options).compile()
-        _release_outputs(given)
-        return call
+        if not defers or not defers_outputs(options):
+            return _compile_for_ranks(gm, example_inputs, options)
+
+        def whole(graph: GraphModule) -> Callable[..., Any]:
+            return torch.compile(graph.forward, backend=functools.partial(compile_graph, options=options, defers=False),
+                                 dynamic=False)
+
+        compile_ = functools.partial(_compile_for_ranks, options=options)
+        return with_outputs_of_ranks(gm, example_inputs, compile_, whole, for_calls_on_outputs(options))
+
+
+def _compile_for_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    given = list(example_inputs)
+    call = GraphCompiler(gm, given, options).compile()
+    _release_outputs(given)
+    return call
 
 
 def _release_outputs(given: list[Any]) -> None:

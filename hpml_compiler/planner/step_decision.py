@@ -84,6 +84,12 @@ class DecidedStep:
     fullest: GraphMemory | None = None
 
 
+def defers_outputs(options: Options) -> bool:
+    """True if large outputs beside the loss are computed when the script first reads them, and not in the step."""
+    keeps = options.chooses_saved or options.compile_blocks == "on" or bool(options.passes)
+    return options.shards_outputs and options.stage_ranks == options.microbatches == 1 and not keeps
+
+
 def pinned_by(options: Options) -> frozenset[str]:
     """The parts of a decision that the options pin."""
     given = {"mesh": options.mesh is not None, "placements": options.plan is not None,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.few_layer_trace import (
@@ -21,6 +22,7 @@ from hpml_compiler.planner.graph.few_layer_trace import (
     with_few_layers,
 )
 from hpml_compiler.planner.graph.microbatching import joint_of_loss
+from hpml_compiler.planner.step_decision import defers_outputs
 from hpml_compiler.planner.traced_passes import change_traced
 from passes.analyses.microbatch_dims import fitting_microbatches
 from passes.graph.analyzed_graph import AnalyzedGraph
@@ -30,6 +32,7 @@ from passes.presets import annotate
 from passes.sharding.grouping.layer_removal import without_layers
 from passes.tracing.joint_trace import JointTrace, trace
 from passes.tracing.untraced_parts import UntracedPart
+from passes.transforms.outputs.split_outputs import split_outputs
 
 log = logging.getLogger("hpml")
 ALL_LAYERS = 0
@@ -39,13 +42,13 @@ ALL_LAYERS = 0
 class TracedModel:
     """A model that is traced on one batch when first needed, and then planned on one cluster after another. alone: trace it as
     for one device. run_breaks: run the Python code between graphs, on the real weights and batch. known: traces by number of
-    layers, and whether they compute the loss in chunks, which plans with other options share; None if this one may change its
-    own."""
+    layers, whether they compute the loss in chunks, and whether they leave out large outputs, which plans with other options
+    share; None if this one may change its own."""
 
     def __init__(self, model: nn.Module, batch: Any, options: Options, alone: bool = False, run_breaks: bool = False,
-                 known: dict[tuple[int, bool], list[JointTrace]] | None = None):
+                 known: dict[tuple[int, bool, bool], list[JointTrace]] | None = None):
         self.model, self.batch, self.options, self.alone, self.run_breaks = model, batch, options, alone, run_breaks
-        self.known = known
+        self.known, self._splits = known, False
         self.unplanned: list[UntracedPart] = []
         """Filled when the full model is traced."""
 
@@ -59,7 +62,12 @@ class TracedModel:
     def traced(self) -> list[JointTrace]:
         """All graphs of the full model, under a budget before any pass of hpml's own."""
         return self._known(ALL_LAYERS, lambda: trace(self.model, self.batch, self.options.compiler, self.alone, self.run_breaks,
-                                                     self.unplanned))
+                                                     self.unplanned, self._defer))
+
+    def _defer(self, gm: GraphModule) -> GraphModule | None:
+        split = split_outputs(gm) if defers_outputs(self.options) else None
+        self._splits |= split is not None
+        return None if split is None else split.whole
 
     @cached_property
     def whole(self) -> list[AnalyzedGraph]:
@@ -96,20 +104,22 @@ class TracedModel:
     def _cut(self, layers: int) -> tuple[JointTrace, AnalyzedGraph] | None:
         """Trace the model with so many layers, under a budget also before any pass; None if that gives several graphs."""
         with with_few_layers(self.model, layers):
-            found = self._known(layers, lambda: trace(self.model, self.batch, self.options.compiler))
+            found = self._known(layers, lambda: trace(self.model, self.batch, self.options.compiler, defer=self._defer))
         return (found[0], self._annotated(found[0])) if len(found) == 1 and not found[0].breaks else None
 
     def _known(self, layers: int, find: Callable[[], list[JointTrace]]) -> list[JointTrace]:
         """The traces of so many layers, after the passes that the options name."""
         chunks = self.alone and self.options.loss_chunks != "auto"
-        key = layers, chunks and self.options.microbatches == 1
-        if self.known is not None and key in self.known:
-            return self.known[key]
+        looped, defers = chunks and self.options.microbatches == 1, defers_outputs(self.options)
+        if self.known is not None and (layers, looped, defers) in self.known:
+            return self.known[layers, looped, defers]
+        self._splits = False
         found = find()
         for each in found:
             change_traced(each.gm, each.forward_outputs, self.options, chunks)
         if self.known is not None:
-            self.known[key] = found
+            same = (defers,) if self._splits or not defers else (True, False)
+            self.known |= {(layers, looped, each): found for each in same}
         return found
 
     def _annotated(self, traced: JointTrace) -> AnalyzedGraph:

@@ -33,6 +33,11 @@ class JointTrace:
     received: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
+Defer = Callable[[GraphModule], GraphModule | None]
+"""Changes a Dynamo graph to leave out large outputs beside its loss, as in a run, and returns the graph with them, if there are
+any."""
+
+
 class _TraceComplete(BaseException):
     """Ends compilation once the joint graph is traced. No Exception, which Dynamo or the model might handle as a failure."""
 
@@ -59,7 +64,7 @@ def _leaves(examples: Sequence[Any]) -> frozenset[int]:
 
 def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
                  compiler: str = "inductor", dynamic: bool | None = False, alone: bool = False,
-                 calls: GraphCalls | None = None) -> list[JointTrace]:
+                 calls: GraphCalls | None = None, defer: Defer | None = None) -> list[JointTrace]:
     """The joint graphs of one call, one per graph that Dynamo makes: AOTAutograd is stopped where it would cut them in two.
 
     dynamic: as in torch.compile. alone: on one device, which runs ops that "eager" does not decompose without a compiler.
@@ -72,11 +77,11 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
     def backend(gm: GraphModule, examples: Sequence[Any]) -> Any:
         compat.drop_unread_function_outputs(gm)
         before, received = len(found), dict[int, tuple[int, int]]()
-        inputs, breaks = graph_inputs(gm, examples), compat.ends_in_a_break(gm)
+        inputs, leaves, breaks = graph_inputs(gm, examples), _leaves(examples), compat.ends_in_a_break(gm)
+        whole_graph = (None if defer is None or breaks else defer(gm)) or gm
 
         def partition(joint: GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-            seconds = time.perf_counter() - start
-            found.append(JointTrace(joint, inputs, num_fwd_outputs, seconds, _leaves(examples), breaks, received))
+            found.append(JointTrace(joint, inputs, num_fwd_outputs, time.perf_counter() - start, leaves, breaks, received))
             raise _TraceComplete
 
         try:
@@ -98,7 +103,7 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
                     inputs[k] = replace(inputs[k], name=calls.trained.get(id(value), inputs[k].name))
             if whole:
                 raise _TraceComplete
-            return calls.note_results(before if number > before else None, gm.forward(*arguments))
+            return calls.note_results(before if number > before else None, whole_graph.forward(*arguments))
 
         return run
 
@@ -120,9 +125,9 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
 
 
 def trace(model: nn.Module, batch: Any, compiler: str = "inductor", alone: bool = False, run_breaks: bool = False,
-          unplanned: list[UntracedPart] | None = None) -> list[JointTrace]:
+          unplanned: list[UntracedPart] | None = None, defer: Defer | None = None) -> list[JointTrace]:
     """Joint graphs of one training step of `model` on `batch`, one per graph that Dynamo makes, as they are for a compiler;
-    alone: on one device.
+    alone: on one device. defer: see `joint_graphs`.
 
     Real, fake and meta tensors are treated alike: weights and batch are replaced by fake ones on their
     device (meta: cpu, since on meta the loss has no gradient). Behind a graph break, Python code runs on these; with
@@ -134,7 +139,7 @@ def trace(model: nn.Module, batch: Any, compiler: str = "inductor", alone: bool 
         args, kwargs = call_arguments(batch if run_breaks else _fake(batch))
         calls = GraphCalls.of(model)
         try:
-            found = joint_graphs(model, args, kwargs, compiler=compiler, alone=alone, calls=calls)
+            found = joint_graphs(model, args, kwargs, compiler=compiler, alone=alone, calls=calls, defer=defer)
         except Exception as error:
             raise not_traceable(model, batch, error) from error
         if unplanned is not None:

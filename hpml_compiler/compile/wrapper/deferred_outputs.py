@@ -1,29 +1,43 @@
-"""Deferred outputs of a graph on one device: large results beside the loss are computed when the script first reads them.
+"""Deferred outputs of a graph: large results beside the loss are computed when the script first reads them.
 
 Where a script reads them often, forward computes them again: once reading has taken as long as compiling the graph did, it is
 compiled a second time with all outputs. Now and then a call defers them all the same, to see whether they are still read.
 Where a compiled function takes them, forward computes them from the next call on.
+
+On several ranks, the calls that compute them from the hidden states, which stay sharded, are recorded as if the script had made
+them (`hpml_compiler.runtime.outputs.record`). All ranks do the same, so calls are counted there, not seconds.
 """
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch.distributed.tensor.placement_types import Replicate
 from torch.fx import GraphModule
 
+from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput, OutputState, lazy_output
+from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
 from hpml_compiler.runtime.outputs.deferred_output import DeferredCall, DeferredOutput
 from hpml_compiler.runtime.outputs.kept_inputs import AllCopies, KeptInputs, can_be_watched
+from hpml_compiler.runtime.outputs.record import AllRecords
+from hpml_compiler.runtime.outputs.recorded_output import OutputRecorder, RecordedOutput
+from hpml_compiler.session import session
 from passes import compat
+from passes.errors import HpmlError
 from passes.graph.fx_nodes import returned_nodes
+from passes.session_state import state_of
 from passes.transforms.outputs.split_outputs import OutputSplit, split_outputs
 
 WORTH = 1.0
 """The graph is compiled with all outputs once computing them has taken this many times the seconds of compiling it."""
 CALLS_UNTIL_CHECK = 16
+READS_ON_RANKS = 4
+"""On several ranks, the graph is compiled with all outputs once they were read in this many calls in a row."""
 Call = Callable[..., Any]
 Compile = Callable[[GraphModule, Sequence[Any]], Call]
 
@@ -43,6 +57,21 @@ def with_deferred_outputs(gm: GraphModule, given: Sequence[Any], compile_: Compi
     return _DeferringGraph(split, first, compile_ if fixed else None, time.perf_counter() - start).call
 
 
+def with_outputs_of_ranks(gm: GraphModule, given: Sequence[Any], compile_: Compile, whole: Callable[[GraphModule], Call],
+                          compile_options: str) -> Call:
+    """The same on several ranks. whole: compiles the graph with all outputs, when it is called. compile_options: of graphs for
+    what is called on sharded outputs."""
+    kinds = {type(x) for x in given if isinstance(x, torch.Tensor)}
+    plain = kinds <= {torch.Tensor, torch.nn.Parameter, PlacedTensor}
+    if not plain or not torch.is_grad_enabled() or compat.ends_in_a_break(gm):
+        return compile_(gm, given)
+    split = split_outputs(gm)
+    if split is None:
+        return compile_(gm, given)
+    first = compile_(gm, given)
+    return _RecordingGraph(split, first, whole, compile_options).call
+
+
 class _DeferringGraph:
     """compile_: compiles the whole graph; None where its sizes are not fixed, so that only Dynamo can. compile_s: seconds that
     compiling the first graph took."""
@@ -52,8 +81,7 @@ class _DeferringGraph:
         results = [node for node in returned_nodes(split.rest) if node is not None]
         self.like: list[torch.Tensor] = [node.meta["example_value"] for node in results]
         self.what = f"output {', '.join(map(str, results))} of the model"
-        self.modes = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-                      for device in {x.device.type for x in self.like}]
+        self.modes = _autocast_modes(split)
         self.copies: AllCopies = WeakValueDictionary()
         self.left_s = WORTH * compile_s
         self.calls = self.last_deferred = self.last_read = 0
@@ -68,8 +96,8 @@ class _DeferringGraph:
                 self.whole = self.compile(self.split.whole, arguments)
             return self.whole(*arguments)
         results = list(self.first(*arguments))
-        count = len(results) - self.split.sources
-        sources, results = results[count:], results[:count]
+        sources = [results[k] for k in self.split.sources]
+        del results[len(results) - self.split.added:]
         nodes = {x.grad_fn for x in (*results, *sources) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
         outputs = self._outputs(sources, [arguments[k] for k in self.split.takes], nodes)
         for position, place in self.split.places:
@@ -87,12 +115,16 @@ class _DeferringGraph:
         if self.stopped or compat.inside_transform():
             return self._compute(sources, arguments)
         self.last_deferred = number = self.calls
-        kept = KeptInputs(arguments, self.copies, self.what)
+        kept, versions = KeptInputs(arguments, self.copies, self.what), [x._version for x in sources]
         for node in nodes:
             node.register_prehook(kept.copy_after_backward())
 
         def compute() -> Sequence[torch.Tensor]:
             start = time.perf_counter()
+            if any(x._version != version for x, version in zip(sources, versions, strict=True)):
+                raise HpmlError(f"{self.what} cannot be computed any more: a hidden state that the model returned, too, was "
+                                "changed in place since", "an output of the compiled model",
+                                'read the output before that (as in logits = logits.clone()), or set outputs="whole"')
             values = self._compute(sources, kept.values())
             self.left_s -= time.perf_counter() - start
             self.last_read = number
@@ -112,7 +144,72 @@ class _DeferringGraph:
             return self._compute(meta[:len(sources)], meta[len(sources):])
 
     def _compute(self, sources: Sequence[torch.Tensor], arguments: Sequence[Any]) -> Sequence[torch.Tensor]:
-        with contextlib.ExitStack() as stack:
-            for device, enabled, dtype in self.modes:
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        with self.modes():
             return self.split.rest(*sources, *arguments)
+
+
+class _RecordingGraph:
+    """On several ranks. reads: calls in a row whose outputs were read."""
+
+    def __init__(self, split: OutputSplit, first: Call, whole: Callable[[GraphModule], Call], compile_options: str) -> None:
+        self.split, self.first, self._compile_whole, self._recorder = split, first, whole, OutputRecorder(compile_options)
+        self.modes, self._mesh = _autocast_modes(split), session.current().mesh
+        self.whole: Call | None = None
+        self.calls = self.last_read = self.reads = 0
+
+    @compat.untraced
+    def call(self, *arguments: Any) -> Any:
+        self.calls += 1
+        if self.reads >= READS_ON_RANKS:
+            if self.whole is None:
+                self.whole = self._compile_whole(self.split.whole)
+            return self.whole(*arguments)
+        results = list(self.first(*arguments))
+        state_of(AllRecords).end()
+        with self.modes():
+            sources = [self._as_sharded(results[k]) for k in self.split.sources]
+            outputs = self.split.rest(*sources, *[arguments[k] for k in self.split.takes])
+        own = len(results) - self.split.added
+        at_once = any(k < own and not isinstance(results[k], LazyOutput) for k in self.split.sources)
+        del results[own:]
+        for output in outputs:
+            if at_once and isinstance(output, RecordedOutput):  # the script may write to a hidden state unnoticed
+                output.read()
+            if isinstance(output, RecordedOutput) and "value" not in vars(output):
+                output.is_output = True
+                output.record.on_need[output.number] = functools.partial(self._note_read, self.calls)
+            else:
+                self.reads = READS_ON_RANKS
+        for position, place in self.split.places:
+            results.insert(position, outputs[place])
+        return results
+
+    def _as_sharded(self, source: torch.Tensor) -> torch.Tensor:
+        """A hidden state that each rank has in full, as an output like those that are sharded: what is called on it is
+        recorded, too."""
+        if isinstance(source, LazyOutput) or not self._mesh:
+            return source
+        mesh = session.current().device_mesh(self._mesh)
+        spec = compat.interned_spec(compat.dtensor_spec(mesh, [Replicate()] * mesh.ndim, source))
+        return lazy_output(source, spec, OutputState("a hidden state of the model", None, self._recorder))
+
+    def _note_read(self, call: int) -> None:
+        if call != self.last_read:
+            self.reads = self.reads + 1 if call == self.last_read + 1 else 1
+            self.last_read = call
+
+
+def _autocast_modes(split: OutputSplit) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Enters the autocast modes that are in force now."""
+    results = [node for node in returned_nodes(split.rest) if node is not None]
+    now = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+           for device in {node.meta["example_value"].device.type for node in results}]
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device, enabled, dtype in now:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            yield
+
+    return again

@@ -47,7 +47,7 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
     function = without_second_derivatives(with_undefined_gradients(gm, given)(function))
     borrowed = {k for k, x in enumerate(given) if owner_of(x) is not None} - takes.gathered - takes.own_here
     installed = shard_module(takes.placements, gm, given, devices, takes.gathered, takes.written, holding, borrowed)
-    outputs = OutputWrapper(name, devices, takes.sharded_outputs, _for_calls_on_outputs(options))
+    outputs = OutputWrapper(name, devices, takes.sharded_outputs, for_calls_on_outputs(options))
 
     def parts(args: Sequence[Any]) -> list[Any]:
         local = installed.locals(args)
@@ -80,7 +80,7 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
     return forward_call(call, Location(f"forward of {name}"), half, takes.training)
 
 
-def _for_calls_on_outputs(options: Options) -> str:
+def for_calls_on_outputs(options: Options) -> str:
     """Options of the graphs that are compiled for what a script calls on sharded outputs, as JSON; "" where these calls gather
     them."""
     if not options.shards_outputs or options.stage_ranks > 1:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class BoundParameters:
         self._placed, self._trainable = tuple(placed), tuple(trainable)
         self._names, self._olds, self._news, self._aliases = list(names), olds, list(news), aliases
         self._gathered, self._written, self._rows = tuple(gathered), sorted(set(written) & set(gathered)), tuple(rows)
-        self._apart = [(i, k) for i in outputs for k in written if i != k]
+        self._outputs, self._mutated = frozenset(outputs), sorted(written)
         self._holding, self._borrowed, self._parts = holding or None, frozenset(borrowed), parts or OutputParts({})
         self._borrowed_views = frozenset(k for k, index in enumerate(self._trainable) if index in self._borrowed)
 
@@ -86,14 +86,21 @@ class BoundParameters:
         for index in self._gathered:
             result[index] = to_full_tensor(args[index])
         self._parts.take(args, result)
-        for one, other in self._apart:
-            if shares_memory(result[one], result[other]) or is_detached_of(args[one], args[other]):
+        for one, other in self._pairs(len(args)):
+            if isinstance(result[one], torch.Tensor) and shares_memory(result[one], result[other]) or is_detached_of(
+                    args[one], args[other]):
                 raise BadInput("a compiled function mutates one of its arguments, and another, the output of a compiled "
                                "model, shares memory with it: the function was traced without this alias",
                                f"arguments {one} and {other} of its graph", "pass a clone() of one of them")
         if self._holding is not None:
             self._holding.take([lent_part(x) if k in self._borrowed else x for k, x in enumerate(args)])
         return result
+
+    def _pairs(self, count: int) -> Iterator[tuple[int, int]]:
+        """Arguments, each with one that the graph changes in place, that may share memory: one is the output of a graph."""
+        for changed in self._mutated if self._outputs else ():
+            others = range(count) if changed in self._outputs else self._outputs
+            yield from ((other, changed) for other in others if other != changed)
 
     def write_back(self, args: Sequence[Any], results: Sequence[Any]) -> None:
         """Store in-place changes in the placed arguments, after a call. results: its list from `locals(args)`."""

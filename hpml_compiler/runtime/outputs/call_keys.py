@@ -8,6 +8,7 @@ from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, MethodDe
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from hpml_compiler.runtime.dtensor.dispatch_table import MEMORY, METADATA, WRITES_UNSEEN, in_place
 
@@ -105,3 +106,8 @@ def refs_in(template: Any) -> list[Ref]:
 def identity_of(func: Callable[..., Any]) -> Hashable:
     """A torch function as a key. Getters of attributes are made anew at each use."""
     return ("get", func.__self__.__name__) if getattr(func, "__name__", "") == "__get__" else func  # type: ignore[attr-defined]
+
+
+def values_key(tensor: torch.Tensor) -> tuple[int, int]:
+    """A tensor with the values that it has now. An optimizer changes the local part of a parameter, not its wrapper."""
+    return id(tensor), (tensor._local_tensor if isinstance(tensor, DTensor) else tensor)._version

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpml_compiler.runtime.outputs.call_keys import NotRecordable, Ref, encode, identity_of
+from hpml_compiler.runtime.outputs.call_keys import NotRecordable, Ref, encode, identity_of, values_key
 from hpml_compiler.runtime.outputs.call_modes import Modes, is_unread, nbytes
 from hpml_compiler.runtime.outputs.kept_inputs import KeptInputs
 from hpml_compiler.runtime.outputs.recorded_call import RecordedCall, RecordedValue
@@ -72,6 +72,8 @@ class CallRecord:
         self._numbers: dict[tuple[int, int], int] = {}
         self._kept: dict[int, KeptInputs | torch.Tensor] = {}
         self._copies: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()
+        self.on_need: dict[int, Callable[[], None]] = {}
+        """Called once, by number of a result, where it or anything that was made of it is computed."""
 
     @property
     def alive(self) -> list[int]:
@@ -120,7 +122,7 @@ class CallRecord:
             return NotImplemented
         for number, tensor in enumerate(new, len(self.values)):
             self.inputs[number] = tensor
-            self._numbers[id(tensor), tensor._version] = number
+            self._numbers[values_key(tensor)] = number
         self.at, self.is_busy = call, True
         self.values += call.added
         try:
@@ -136,7 +138,7 @@ class CallRecord:
         if tensor.is_inference() or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or \
                 tensor.is_neg() or not (isinstance(tensor, DTensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter)):
             raise NotRecordable
-        number = self._numbers.get((id(tensor), tensor._version))
+        number = self._numbers.get(values_key(tensor))
         if number is not None:
             return number, Ref(number)
         place = next((k for k, x in enumerate(new) if x is tensor), len(new))
@@ -204,6 +206,7 @@ class CallRecord:
         """Compute all that is alive by the script's calls, on gathered outputs."""
         alive = self.alive
         if alive:
+            self._note_need(alive)
             self._meet(every=0)
             self._become(self._replayed(alive, {}))
 
@@ -232,8 +235,12 @@ class CallRecord:
         self.inputs, self._kept = {}, {}
         state_of(AllRecords).living.discard(self)
 
+    def _note_need(self, numbers: Iterable[int]) -> None:
+        for k in self.on_need.keys() & set(numbers):
+            self.on_need.pop(k)()
+
     def _values_of(self, wanted: Sequence[int]) -> dict[int, Any]:
-        graph = self.at.graph(wanted, self.values)
+        self._note_need((*wanted, *(graph := self.at.graph(wanted, self.values)).between))
         unread = [x for x in map(self.inputs.__getitem__, graph.inputs) if is_unread(x)]
         gradients = any(self.values[k].fake.requires_grad for k in wanted)
         first, graph.is_known = not graph.is_known, True
@@ -269,10 +276,9 @@ class CallRecord:
         (value,) = kept.values()
         plain = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         self._kept.pop(number)
-        if value is not plain and plain is not tensor:
-            raise HpmlError(f"the result of {self.at.name()} on an output of the model cannot be computed any more: a "
-                            "parameter that it needs has changed", f"a parameter of shape {tuple(tensor.shape)}",
-                            'read the result before that, or set outputs="whole"')
+        if value is not plain and plain is not tensor:  # as it was before an optimizer's step; it takes no gradient any more
+            with compat.plain_torch_functions():
+                return compat.make_dtensor(type(tensor), value.detach(), tensor._spec)
         return tensor if value is plain else value
 
     def _meet(self, every: int) -> None:

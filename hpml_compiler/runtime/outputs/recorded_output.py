@@ -33,6 +33,9 @@ class RecordedOutput(DeferredOutput):
     record: CallRecord
     number: int
     record_of_calls = True  # by which other classes of tensors know this one
+    is_output: bool
+    """True for an output of a graph: what is called on it is not added to its record, but recorded on the sharded tensor that
+    it is computed to first."""
 
     @staticmethod
     def __new__(cls, record: CallRecord, number: int) -> Any:
@@ -43,7 +46,7 @@ class RecordedOutput(DeferredOutput):
                     made: Any = _NotComputed.apply(_leaf(), cls, fake)
             else:
                 made = _wrapper(cls, fake)
-        made.record, made.number = record, number
+        made.record, made.number, made.is_output = record, number, False
         return made
 
     def read(self, as_today: bool = False) -> None:
@@ -67,8 +70,16 @@ class RecordedOutput(DeferredOutput):
         if asks and isinstance(first, RecordedOutput) and "value" not in vars(first):
             with compat.plain_torch_functions():
                 return func(*args, **kwargs)
+        with compat.plain_torch_functions():
+            outputs = [x for x in tensors_in((args, kwargs)) if isinstance(x, RecordedOutput) and x.is_output]
+        if outputs and name != "detach":
+            for each in outputs:
+                each.read()
+            return func(*map_tensors(_plain, args), **map_tensors(_plain, kwargs))
         made = recorded(func, name, args, kwargs)
         if made is not NotImplemented:
+            if outputs and isinstance(made, RecordedOutput):
+                made.is_output = True
             return made
         with compat.plain_torch_functions():
             operands = tensors_in((args, kwargs))

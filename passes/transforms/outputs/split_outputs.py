@@ -34,14 +34,16 @@ _CONTEXTS = frozenset(("_set_grad_enabled", "_enter_autocast", "_exit_autocast",
 
 @dataclass(frozen=True)
 class OutputSplit:
-    """whole: the graph before the split. rest: the graph that was split off, which takes the `sources` last results of the
-    first graph and the inputs of the original at `takes`. places: for each output of the original that is missing in the first
-    graph, its position and that of the result of `rest`; several outputs may be one result."""
+    """whole: the graph before the split. rest: the graph that was split off, which takes the results of the first graph at
+    `sources`, and the inputs of the original at `takes`. added: number of results that the first graph has at its end, and the
+    original had not. places: for each output of the original that is missing in the first graph, its position and that of the
+    result of `rest`; several outputs may be one result."""
 
     whole: GraphModule
     rest: GraphModule
     places: tuple[tuple[int, int], ...]
-    sources: int
+    sources: tuple[int, ...]
+    added: int
     takes: tuple[int, ...]
 
 
@@ -75,12 +77,14 @@ def split_outputs(gm: GraphModule) -> OutputSplit | None:
     places = tuple((k, results_of_rest.index(node)) for k, node in enumerate(results) if node in cuts)
     returned: Any = gm.graph.output_node().args[0]
     stay = [x for x in returned if x not in cuts]
-    gm.graph.output_node().args = ((*stay, *computed),)
+    results = [*stay, *(node for node in computed if node not in stay)]
+    gm.graph.output_node().args = (tuple(results),)
     for node in reversed(inside):
         if not node.users:
             gm.graph.erase_node(node)
     gm.recompile()
-    return OutputSplit(whole, rest, places, len(computed), tuple(placeholders[node] for node in inputs))
+    return OutputSplit(whole, rest, places, tuple(map(results.index, computed)), len(results) - len(stay),
+                       tuple(placeholders[node] for node in inputs))
 
 
 def _value(node: Node) -> Any:

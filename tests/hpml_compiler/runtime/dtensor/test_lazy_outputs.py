@@ -18,6 +18,7 @@ import hpml_compiler
 from hpml_compiler.runtime.consistency.input_check import RanksDiffer
 from hpml_compiler.runtime.dtensor import lazy_outputs
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
+from hpml_compiler.runtime.outputs.recorded_output import RecordedOutput
 from hpml_compiler.runtime.watchdog.barrier_check import RankDiverged
 from passes.errors import BadInput, HpmlError
 from tests.helpers.frozen import fresh
@@ -219,7 +220,7 @@ def run_uses(rank, options):
         torch.testing.assert_close(results[1], results[0], rtol=1e-7, atol=1e-7,
                                    msg=lambda told, use=use: f"{use.__name__}: {told}")
         fresh()
-    assert LazyOutput in stayed
+    assert stayed & {LazyOutput, RecordedOutput}
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
@@ -238,7 +239,8 @@ def run_unread(rank):
         found = call(X, Y)
         found.loss.backward()
         assert found.logits.shape == (256, 512) and found.logits.requires_grad and len(found.logits) == 256
-        assert type(found.logits.detach()) is type(found.logits.float()) is LazyOutput
+        assert type(found.logits) is type(found.logits.detach()) is RecordedOutput
+        assert type(found.rest["hidden"][0].detach()) is LazyOutput
     assert not gathered
     (graph,) = hpml_compiler.last_plan().graphs
     assert not [r for r in graph.redistributions if r.shape == (256, 512)]
@@ -258,7 +260,7 @@ def run_alone(rank):
     found.logits.sum()
     start = time.monotonic()
     if rank == 0:
-        with pytest.raises(RankDiverged, match=r"rank 0 is alone in reading output 2 \(.*\) of graph_0, call 2: rank 1 is "):
+        with pytest.raises(RankDiverged, match=r"rank 0 is alone in reading output . \(.*\) of graph_0, call 2: rank 1 is "):
             print(found.rest["best"])
         assert time.monotonic() - start < 30
     else:
@@ -278,11 +280,12 @@ def run_alone(rank):
     thread.join()
     assert told
     zero = torch.compile(lambda z, w: (w.zero_(), z.sum()), backend="hpml", options={"compiler": "eager", "mesh": {"dp": 2}})
-    with pytest.raises(BadInput, match="shares memory"), torch.no_grad():
-        zero(found.logits, found.logits.detach())
-    wrong = F.cross_entropy(found.logits, (Y + rank) % 40)
-    with pytest.raises(RanksDiffer, match="the gradient of output"):
-        wrong.backward()
+    for output in (found.logits, found.rest["hidden"][0]):
+        with pytest.raises(BadInput, match="shares memory"), torch.no_grad():
+            zero(output, output.detach())
+    found = call(X, Y)
+    with pytest.raises(RanksDiffer, match="is not the same on all ranks|the gradient of output"):
+        F.cross_entropy(found.logits, (Y + rank) % 40).backward()
 
 
 def test_what_would_be_wrong_is_told(launch):

@@ -78,7 +78,7 @@ def relu_in_place_before(net, x, y):
     (after_a_context, ((1, 0),), 2), (relu_in_place_before, ((1, 0),), 1)], ids=lambda x: getattr(x, "__name__", ""))
 def test_the_two_graphs_together_compute_the_same(forward, places, sources, monkeypatch):
     before, first, split, inputs = split_of(forward, monkeypatch)
-    assert split is not None and (split.places, split.sources) == (places, sources)
+    assert split is not None and (split.places, split.added) == (places, sources)
 
     expected = list(before(*inputs))
     results = list(first(*inputs))

@@ -1,0 +1,126 @@
+"""Logits beside the loss on two ranks -> not computed unless they are read, and then as on one device."""
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hpml_compiler.compile.wrapper import deferred_outputs
+from hpml_compiler.runtime.outputs.recorded_output import RecordedOutput
+from tests.helpers.frozen import fresh
+from tests.hpml_compiler.runtime.common import full
+
+X = torch.arange(64 * 8).view(64, 8) % 53
+Y = (X * 7) % 1024
+STEPS = 3
+
+
+class Head(nn.Module):
+    """Tied to the embedding, or not; soft-capped."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.body = nn.Embedding(1024, 32).double(), nn.Linear(32, 32).double()
+        self.head = nn.Linear(32, 1024, bias=False).double()
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x, y):
+        logits = self.head(torch.tanh(self.body(self.embed(x))))
+        logits = 5 * torch.tanh(logits / 5)
+        return F.cross_entropy(logits.view(-1, 1024), y.reshape(-1)), logits
+
+
+def step(call, optimizer, then=lambda loss, logits: None):
+    optimizer.zero_grad()
+    loss, logits = call(X, Y)
+    found = then(loss, logits)
+    loss.backward()
+    optimizer.step()
+    return loss.detach(), logits, found
+
+
+def unread(call, optimizer):
+    return [step(call, optimizer)[0] for _ in range(STEPS)]
+
+
+def read_at_once(call, optimizer):
+    accuracy = lambda _, logits: (logits.argmax(-1) == Y).double().mean()  # noqa: E731
+    return [step(call, optimizer, accuracy)[2] for _ in range(STEPS)]
+
+
+def read_after_the_step(call, optimizer):
+    return [logits.detach().sum(-1) for _, logits, _ in [step(call, optimizer) for _ in range(STEPS)]]
+
+
+def read_after_the_next_call(call, optimizer):
+    logits = [step(call, optimizer)[1] for _ in range(STEPS)]
+    return [x.detach().clone() for x in logits]
+
+
+def copied_and_pickled(call, optimizer):
+    logits = step(call, optimizer)[1]
+    return [copy.deepcopy(logits.detach()), pickle.loads(pickle.dumps(logits.detach().clone()))]
+
+
+def gradient_through_the_logits(call, optimizer):
+    losses = []
+    for _ in range(STEPS):
+        loss, logits = call(X, Y)
+        optimizer.zero_grad()
+        (loss + logits.square().mean()).backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def other_sizes(call, optimizer):
+    first = step(call, optimizer)[0]
+    with torch.no_grad():
+        loss, logits = call(X[:32], Y[:32])
+    loss.backward() if loss.requires_grad else None
+    return [first, loss, logits.sum(), step(call, optimizer)[0]]
+
+
+def read_in_many_steps(call, optimizer):
+    maximum = lambda _, logits: logits.detach().amax()  # noqa: E731
+    return [step(call, optimizer, maximum)[2] for _ in range(deferred_outputs.READS_ON_RANKS + 3)]
+
+
+def changed_in_place(call, optimizer):
+    loss, logits = call(X, Y)
+    logits[0] = 0
+    (loss + logits.exp().mean()).backward()
+    return [loss.detach(), logits.detach()]
+
+
+SCENES = (unread, read_at_once, read_after_the_step, read_after_the_next_call, copied_and_pickled, gradient_through_the_logits,
+          other_sizes, read_in_many_steps, changed_in_place)
+
+
+def run(rank, mesh, tied):
+    for scene in SCENES:
+        results = []
+        for compiled in (False, True):
+            model = Head(tied)
+            optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+            call = torch.compile(model, backend="hpml", options={"compiler": "eager", "mesh": mesh}) if compiled else model
+            if compiled:
+                assert type(call(X, Y)[1]) is RecordedOutput, scene
+            found = scene(call, optimizer)
+            results.append([[full(x) for x in found], [full(p.detach()) for p in model.parameters()]])
+        torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-11,
+                                   msg=lambda told, scene=scene: f"{scene.__name__}: {told}")
+        kind = type(call(X, Y)[1])
+        assert (kind is RecordedOutput) == (scene is not read_in_many_steps), (scene, kind)
+        fresh()
+
+
+@pytest.mark.parametrize(("mesh", "tied"), [({"dp": 2}, True), ({"tp": 2}, False)], ids=["dp", "tp"])
+def test_logits_are_as_on_one_device(launch, mesh, tied):
+    launch(run, world_size=2, args=(mesh, tied), timeout_s=300)
