@@ -81,8 +81,8 @@ class LazyOutput(PlacedTensor):
         if len(types) > 1 and any(hasattr(kind, "record_of_calls") for kind in types):
             return NotImplemented  # that class records the call, or computes its operands
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if func is torch.autograd.grad:
-            return _grad_of(*args, **kwargs)
+        if func is torch.autograd.grad or func is torch.autograd.backward and kwargs.get("inputs") is not None:
+            return _gradients_of(func, *args, **kwargs)
         first = args[0] if args else None
         with compat.plain_torch_functions():
             operands = tensors_in((args, kwargs))
@@ -242,18 +242,24 @@ def _on_gradient(func: Callable[..., Any], name: str, output: LazyOutput, *args:
     return adopt(func(output, *args), PlacedTensor)
 
 
-def _grad_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.autograd.grad`, where outputs of graphs are among the tensors."""
+def _gradients_of(func: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.grad`, or a backward that accumulates into its `inputs`, with outputs of graphs among the tensors."""
+    accumulates = func is torch.autograd.backward
+
     def of_autograd(x: Any) -> Any:
         if not isinstance(x, LazyOutput):
             return x
         with compat.plain_torch_functions():
-            return torch.autograd.graph.get_gradient_edge(x) if x.is_of_autograd else x.used()
+            if not x.is_of_autograd:
+                return x.used()
+            if accumulates:
+                x.retain_grad()
+            return torch.autograd.graph.get_gradient_edge(x)
 
     edges: Any = of_autograd(inputs) if isinstance(inputs, torch.Tensor) else (
         {name: of_autograd(x) for name, x in inputs.items()} if isinstance(inputs, dict) else [*map(of_autograd, inputs)])
     wholes = map_tensors(lambda x: x.used() if isinstance(x, LazyOutput) else x, outputs)
-    return adopt(torch.autograd.grad(wholes, edges, *args, **kwargs), PlacedTensor)
+    return adopt(func(wholes, *args, inputs=edges, **kwargs), PlacedTensor)
 
 
 class _GatherOutput(torch.autograd.Function):

@@ -80,6 +80,12 @@ def gradient_of_the_output(hp):
     return [*map(full, torch.autograd.grad(hp.loss(logits, Y), [logits]))]
 
 
+def backward_into_the_output(hp):
+    logits = hp.net(X)
+    hp.loss(logits, Y).backward(inputs=[logits])
+    return [full(logits.grad)]
+
+
 def detached_leaf(hp):
     logits = hp.net(X).detach().requires_grad_()
     hp.loss(logits, Y).backward()
@@ -101,8 +107,8 @@ def hooks_after_the_loss(hp):
     return [*seen, first, *([] if logits.grad is None else [logits.grad])]
 
 
-IN_PARTS = (graph_break, two_functions, two_readers, backward_twice, gradient_of_the_output, without_gradients,
-            hooks_and_retained_gradient, hooks_after_the_loss)
+IN_PARTS = (graph_break, two_functions, two_readers, backward_twice, gradient_of_the_output, backward_into_the_output,
+            without_gradients, hooks_and_retained_gradient, hooks_after_the_loss)
 
 
 def read_before(hp):
