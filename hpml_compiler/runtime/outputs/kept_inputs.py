@@ -155,9 +155,13 @@ def _copy(value: torch.Tensor, what: str) -> torch.Tensor:
     """A copy that raises an error if a gradient arrives: the value it was taken of is gone, as in eager mode."""
     with torch.no_grad(), torch.inference_mode(False):
         made = value.detach().clone()
-    if value.requires_grad:
-        made.requires_grad_().register_hook(lambda _: _refuse(what))
-    return made
+    return refusing_gradients(made, what) if value.requires_grad else made
+
+
+def refusing_gradients(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """A leaf that raises an error if a gradient arrives."""
+    tensor.requires_grad_().register_hook(lambda _: _refuse(what))
+    return tensor
 
 
 def _refuse(what: str) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hpml_compiler.runtime.outputs.call_keys import NotRecordable, Ref, encode, identity_of, values_key
 from hpml_compiler.runtime.outputs.call_modes import Modes, is_unread, nbytes
-from hpml_compiler.runtime.outputs.kept_inputs import KeptInputs
+from hpml_compiler.runtime.outputs.kept_inputs import KeptInputs, refusing_gradients
 from hpml_compiler.runtime.outputs.recorded_call import RecordedCall, RecordedValue
 from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
 from hpml_compiler.runtime.watchdog.barrier_check import EVERY_CALLS, require_all_ranks
@@ -72,8 +72,7 @@ class CallRecord:
         self._numbers: dict[tuple[int, int], int] = {}
         self._kept: dict[int, KeptInputs | torch.Tensor] = {}
         self._copies: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()
-        self.on_need: dict[int, Callable[[], None]] = {}
-        """Called once, by number of a result, where it or anything that was made of it is computed."""
+        self.on_need: dict[int, Callable[[], None]] = {}  # called when a result, or what was made of it, is computed
 
     @property
     def alive(self) -> list[int]:
@@ -276,9 +275,10 @@ class CallRecord:
         (value,) = kept.values()
         plain = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         self._kept.pop(number)
-        if value is not plain and plain is not tensor:  # as it was before an optimizer's step; it takes no gradient any more
+        if value is not plain and plain is not tensor:  # as it was before an optimizer's step
             with compat.plain_torch_functions():
-                return compat.make_dtensor(type(tensor), value.detach(), tensor._spec)
+                old = compat.make_dtensor(type(tensor), value.detach(), tensor._spec)
+                return refusing_gradients(old, f"the result of {self.at.name()}") if tensor.requires_grad else old
         return tensor if value is plain else value
 
     def _meet(self, every: int) -> None:

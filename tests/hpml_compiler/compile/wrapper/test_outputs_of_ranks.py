@@ -92,6 +92,17 @@ def read_in_many_steps(call, optimizer):
     return [step(call, optimizer, maximum)[2] for _ in range(deferred_outputs.READS_ON_RANKS + 3)]
 
 
+def gradient_after_the_step(call, optimizer):
+    """The parameters that the logits were computed with are gone: an error, as in eager mode."""
+    _, logits = call(X, Y)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        logits.square().mean().backward()
+    return []
+
+
 def changed_in_place(call, optimizer):
     loss, logits = call(X, Y)
     logits[0] = 0
@@ -100,7 +111,8 @@ def changed_in_place(call, optimizer):
 
 
 SCENES = (unread, read_at_once, read_after_the_step, read_after_the_next_call, copied_and_pickled, gradient_through_the_logits,
-          other_sizes, read_in_many_steps, changed_in_place)
+          other_sizes, read_in_many_steps, changed_in_place,
+          gradient_after_the_step)
 
 
 def run(rank, mesh, tied):
