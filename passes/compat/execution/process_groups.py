@@ -185,7 +185,8 @@ def use_single_gloo_allgather(dispatch_key: str = "CPU") -> None:
 def single_all_gather(tensor: torch.Tensor, group_size: int, group_name: Any) -> torch.Tensor:
     """Like `_c10d_functional.all_gather_into_tensor`: the result must be waited for."""
     out = tensor.new_empty((group_size * tensor.shape[0], *tensor.shape[1:]))
-    real, real_out = (torch.view_as_real(x) if x.is_complex() else as_transferable(x) for x in (tensor, out))
+    packed = tensor.contiguous()  # torch 2.11 takes no other, such as a sharded output of another graph may be
+    real, real_out = (torch.view_as_real(x) if x.is_complex() else as_transferable(x) for x in (packed, out))
     torch.ops._c10d_functional.all_gather_into_tensor_out.default(real, group_size, group_name, out=real_out)
     return out  # the work is registered by its memory
 
