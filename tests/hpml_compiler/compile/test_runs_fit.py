@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from dataclasses import replace
 from unittest import mock
 
@@ -76,11 +77,11 @@ def plan(case: str, cluster: str) -> str:
 
 
 def refusal(error: BaseException) -> str:
-    """Without the name of the graph."""
+    """Without the name of the graph, and what a plan says of other configurations, which a run does not search."""
     while not isinstance(error, HpmlError):
         assert error.__cause__ is not None or error.__context__ is not None, error
         error = error.__cause__ or error.__context__
-    return error.what
+    return re.sub(r"^no configuration .*? \(of \d+\): ", "", error.what)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -95,7 +96,8 @@ def test_a_run_decides_as_a_plan_does(case, tmp_path, caplog):
         found.append(plan(case, str(file)))
         searched = sum("searching for placements" in message for message in caplog.messages)
         assert run(case, str(file)) == found[-1]
-        assert sum("searching for placements" in message for message in caplog.messages) == 2 * searched
+        own = sum("searching for placements" in message for message in caplog.messages) - searched
+        assert own <= searched and bool(own) == bool(searched)  # a plan goes on to other configurations
         assert searched or case not in SEARCHED
         caplog.clear()
     assert found[0].startswith("fits") and "more than its" in found[-1]

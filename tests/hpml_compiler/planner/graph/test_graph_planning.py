@@ -20,7 +20,7 @@ def wide_batch() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), (torch.zeros(4096, 8),)
 
 
-def test_a_call_that_takes_more_than_the_memory_leaves_is_refused():
+def test_a_call_that_takes_more_than_the_memory_leaves_is_planned_otherwise_or_refused():
     (graph,) = hpml_compiler.plan(*wide_batch(), cluster="1x2:cpu").graphs
     memory = graph.memory
     held = memory.parameters + memory.gradients + memory.optimizer + memory.activations
@@ -31,9 +31,10 @@ def test_a_call_that_takes_more_than_the_memory_leaves_is_refused():
         return Cluster((replace(group, device=replace(group.device, memory_bytes=nbytes)),))
 
     assert hpml_compiler.plan(*wide_batch(), cluster=of_memory(memory.peak)).memory.peak == memory.peak
-    with pytest.raises(Infeasible, match="a device needs .* at the peak: .*transient") as refusal:
-        hpml_compiler.plan(*wide_batch(), cluster=of_memory(held))
-    assert held < refusal.value.smallest_budget_bytes <= memory.peak
+    assert hpml_compiler.plan(*wide_batch(), cluster=of_memory(held)).memory.peak <= held
+    with pytest.raises(Infeasible, match="was found to fit .*needs .* at the peak: ") as refusal:
+        hpml_compiler.plan(*wide_batch(), cluster=of_memory(memory.parameters))
+    assert memory.parameters < refusal.value.smallest_budget_bytes <= memory.peak
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all layers traced", "shortened"])
