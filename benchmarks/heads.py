@@ -95,15 +95,16 @@ class Contender:
         self.optimizer.zero_grad(set_to_none=False)
         return found
 
-    def peak_above(self) -> int:
-        """Peak of a step above parameters and their gradients, in bytes."""
-        peaks = []
-        for _ in range(3):
-            profile = StepProfile("cpu")
-            self.step()
-            measured = profile.stop(self.held)
-            peaks += [] if measured is None or measured.peak_bytes is None else [measured.peak_bytes]
-        return min(peaks) - self.held
+
+def peak_above(step: Callable[[], Any], held: int) -> int:
+    """Peak of a step above the bytes held by parameters and their gradients."""
+    peaks = []
+    for _ in range(3):
+        profile = StepProfile("cpu")
+        step()
+        measured = profile.stop(held)
+        peaks += [] if measured is None or measured.peak_bytes is None else [measured.peak_bytes]
+    return min(peaks) - held
 
 
 def work(name: str, backend: str, asked: Connection) -> None:
@@ -114,7 +115,7 @@ def work(name: str, backend: str, asked: Connection) -> None:
     one.step()
     asked.send(first)
     while (what := asked.recv()) is not None:
-        asked.send(seconds(one.step) if what == "step" else one.peak_above())
+        asked.send(seconds(one.step) if what == "step" else peak_above(one.step, one.held))
 
 
 def compare(name: str, backends: list[str], rounds: int) -> None:

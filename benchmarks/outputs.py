@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import median, report, turn
-from heads import hugging_face
+from heads import hugging_face, peak_above
 from torch import nn
 from two_ranks import slowest, timed
 
-from hpml_compiler.monitor.profiled_step import StepProfile
 from hpml_compiler.runtime.outputs import record
 from hpml_compiler.session import session
 
@@ -157,15 +156,6 @@ class Contender:
         self.optimizer.step()
         return loss
 
-    def peak(self) -> int:
-        peaks = []
-        for _ in range(3):
-            profile = StepProfile("cpu")
-            self.step()
-            measured = profile.stop(self.held)
-            peaks += [] if measured is None or measured.peak_bytes is None else [measured.peak_bytes]
-        return min(peaks) - self.held
-
 
 def recording_us(step: Callable[[], Any]) -> float:
     """Time of one step in `CallRecord.add`, without what it computes."""
@@ -200,7 +190,7 @@ def compare(name: str, kinds: list[str], rounds: int) -> None:
     for k in range(rounds):
         for kind in (list(found) if k % 2 else list(found)[::-1]):
             times[kind] += turn(lambda kind=kind: timed(found[kind].step, time.perf_counter))
-    peaks = {kind: round(slowest(each.peak()) / 2**20, 1) for kind, each in found.items()}
+    peaks = {kind: round(slowest(peak_above(each.step, each.held)) / 2**20, 1) for kind, each in found.items()}
     spent = recording_us(found["hpml"].step) if "hpml" in found else 0.0
     medians = {kind: round(1e3 * median(each), 1) for kind, each in times.items()}
     ratios = {kind: round(median([a / b for a, b in zip(each, times["ddp"], strict=True)]), 3)

@@ -9,10 +9,9 @@ them (`hpml_compiler.runtime.outputs.record`). All ranks do the same, so calls a
 """
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,6 +21,7 @@ from torch.fx import GraphModule
 
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput, OutputState, lazy_output
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
+from hpml_compiler.runtime.outputs.call_modes import Modes
 from hpml_compiler.runtime.outputs.deferred_output import DeferredCall, DeferredOutput
 from hpml_compiler.runtime.outputs.kept_inputs import AllCopies, KeptInputs, can_be_watched
 from hpml_compiler.runtime.outputs.record import AllRecords
@@ -81,7 +81,7 @@ class _DeferringGraph:
         results = [node for node in returned_nodes(split.rest) if node is not None]
         self.like: list[torch.Tensor] = [node.meta["example_value"] for node in results]
         self.what = f"output {', '.join(map(str, results))} of the model"
-        self.modes = _autocast_modes(split)
+        self.modes = _modes(split)
         self.copies: AllCopies = WeakValueDictionary()
         self.left_s = WORTH * compile_s
         self.calls = self.last_deferred = self.last_read = 0
@@ -144,7 +144,7 @@ class _DeferringGraph:
             return self._compute(meta[:len(sources)], meta[len(sources):])
 
     def _compute(self, sources: Sequence[torch.Tensor], arguments: Sequence[Any]) -> Sequence[torch.Tensor]:
-        with self.modes():
+        with self.modes.again():
             return self.split.rest(*sources, *arguments)
 
 
@@ -153,7 +153,7 @@ class _RecordingGraph:
 
     def __init__(self, split: OutputSplit, first: Call, whole: Callable[[GraphModule], Call], compile_options: str) -> None:
         self.split, self.first, self._compile_whole, self._recorder = split, first, whole, OutputRecorder(compile_options)
-        self.modes, self._mesh = _autocast_modes(split), session.current().mesh
+        self.modes, self._mesh = _modes(split), session.current().mesh
         self.whole: Call | None = None
         self.calls = self.last_read = self.reads = 0
 
@@ -166,7 +166,7 @@ class _RecordingGraph:
             return self.whole(*arguments)
         results = list(self.first(*arguments))
         state_of(AllRecords).end()
-        with self.modes():
+        with self.modes.again():
             sources = [self._as_sharded(results[k]) for k in self.split.sources]
             outputs = self.split.rest(*sources, *[arguments[k] for k in self.split.takes])
         own = len(results) - self.split.added
@@ -199,17 +199,6 @@ class _RecordingGraph:
             self.last_read = call
 
 
-def _autocast_modes(split: OutputSplit) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Enters the autocast modes that are in force now."""
-    results = [node for node in returned_nodes(split.rest) if node is not None]
-    now = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-           for device in {node.meta["example_value"].device.type for node in results}]
-
-    @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for device, enabled, dtype in now:
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-            yield
-
-    return again
+def _modes(split: OutputSplit) -> Modes:
+    """The modes that are in force now, for the results of the rest."""
+    return Modes(next(node.meta["example_value"].device.type for node in returned_nodes(split.rest) if node is not None))

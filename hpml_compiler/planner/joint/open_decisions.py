@@ -22,7 +22,7 @@ ROOM = 0.9
 
 @dataclass(frozen=True)
 class OpenDecisions:
-    """What a search may decide. rows: of the batch."""
+    """Decisions that a search may make. rows: of the batch."""
 
     options: Options
     cluster: Cluster

@@ -121,8 +121,8 @@ def _checkpointing(graph: GraphPlan, each: ModuleClass) -> tuple[int, float, int
 
 
 def edge_summaries(graph: GraphPlan, classes: Sequence[ModuleClass]) -> list[EdgeSummary]:
-    """What each module reads from others in forward: the largest value of each pair, with its collectives. Modules that do no
-    work, such as a dropout that is off, are passed through."""
+    """Values that each module reads from others in forward: the largest of each pair, with its collectives. Modules that do
+    no work, such as a dropout that is off, are passed through."""
     homes: dict[tuple[int | None, str], int] = {}
     for number, each in enumerate(classes):
         homes |= {(each.stage, name): number for name in each.runs}

@@ -32,7 +32,7 @@ def _word(placement: str, dims: Sequence[Sequence[tuple[int, str]]]) -> str:
 
 
 def parameter_words(graph: GraphPlan, name: str, uses: Mapping[str, Placements]) -> Words:
-    """How a parameter is split in use; where it is stored in parts and used whole, the name of that technique. uses: see
+    """Split of a parameter in use; where it is stored in parts and used whole, the name of that technique. uses: see
     `uses_of`."""
     parameter = graph.parameters[name]
     stored = value_words(parameter.placements, parameter.dims, graph.mesh)

@@ -27,7 +27,7 @@ MEMORY_COLORS = {"parameters": "#4878b0", "optimizer": "#8f6bb0", "gradients": "
                  "recomputed": "#b8dcbf", "gathered": "#a9c6e8", "transient": "#d0c060"}
 SPLIT, WHOLE_COLOR, OVER = "#d7e8fb", "#f4f4f4", "#b3001b"
 MOST_CHARACTERS = 160
-"""Of a name in a label; tooltips have all of it."""
+"""Longest name in a label; tooltips have all of it."""
 
 
 def axis_colors(mesh: Mapping[str, int]) -> dict[str, str]:

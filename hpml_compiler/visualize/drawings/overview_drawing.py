@@ -40,7 +40,7 @@ MOST_MODULES = 40
 SMALL = 0.01
 """Values of less than this share of the largest that passes between modules have no line of their own."""
 WIDTH = 22.0
-"""Of a picture, in inches of 72 points."""
+"""Size of a picture, in inches of 72 points."""
 
 
 def overview(found: PlanDescription, max_nodes: int = 300) -> graphviz.Digraph:

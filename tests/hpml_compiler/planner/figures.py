@@ -70,7 +70,7 @@ def _stages(plan: Plan) -> None:
 
 
 def _description(plan: Plan, played, table: str) -> None:
-    """What tables, pictures and pages show of the plan adds up, and is what the plan says."""
+    """Figures in tables, pictures and pages add up, and are the plan's."""
     found, picture = plan.describe(), plan.graphviz().source
     json.dumps(found.to_json(), allow_nan=False)
     assert found.step_us == plan.predicted.step_time_us and format_us(found.step_us) in picture

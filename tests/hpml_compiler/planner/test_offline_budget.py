@@ -123,7 +123,7 @@ def test_of_layers_that_stand_for_others_it_is_decided_what_all_keep(megabytes):
 
 
 def test_layers_that_stand_for_others_go_through_in_microbatches():
-    """What backward computes of forward's values alone belongs to its layer, so that layers are alike in the loop, too."""
+    """Calls of backward that read forward's values alone belong to their layer, so that layers are alike in the loop, too."""
     model, batch = transformer(512, 64, 4, 10, rows=8, length=64)
     few, whole = (hpml_compiler.plan(model, batch, cluster="1x2:h100-80g", memory_budget="14MB", mesh={"dp": 2}, microbatches=2,
                                      **EAGER, trace_all_layers=each) for each in (False, True))

@@ -22,7 +22,7 @@ from hpml_compiler.runtime.outputs.recorded_output import RecordedOutput
 from hpml_compiler.runtime.watchdog.barrier_check import RankDiverged
 from passes.errors import BadInput, HpmlError
 from tests.helpers.frozen import fresh
-from tests.hpml_compiler.runtime.common import full
+from tests.hpml_compiler.runtime.common import Doubled, full
 
 X = torch.linspace(-1, 1, 256 * 16, dtype=torch.float64).view(256, 16).sin()
 Y = torch.arange(256) % 40
@@ -145,16 +145,6 @@ def handed_on(call, model):
     with torch.no_grad():
         again.logits.mul_(3)
     return [total, score(again.logits, torch.ones(512).double()), found.logits.sum()]
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value):
-        return 2 * value
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
 
 
 def aliases(call, model):

@@ -22,7 +22,7 @@ from hpml_compiler.runtime.outputs.recorded_output import RecordedOutput
 from hpml_compiler.runtime.watchdog.barrier_check import RankDiverged
 from passes.errors import HpmlError
 from passes.session_state import state_of
-from tests.hpml_compiler.runtime.common import full
+from tests.hpml_compiler.runtime.common import Doubled, full
 from tests.hpml_compiler.runtime.dtensor.test_lazy_outputs import Net, X, Y
 
 
@@ -175,16 +175,6 @@ def copies(z, h):
     file.seek(0)
     return [torch.load(file), copy.deepcopy(p.detach()), torch.tensor(z.sigmoid().detach().numpy()), len(repr(z.tanh())),
             *[row for row in z.exp()[:3]], torch.equal(p, p), p.shape, p.dim(), p.is_contiguous(), p.mean().item()]
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value):
-        return 2 * value
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
 
 
 def functions(z, h):

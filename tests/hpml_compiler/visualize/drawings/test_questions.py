@@ -1,4 +1,4 @@
-"""What a reader asks of a plan is answered by the text of its pictures, with the plan's own figures."""
+"""Questions of a reader -> answered by the text of a plan's pictures, with the plan's own figures."""
 from __future__ import annotations
 
 import re
