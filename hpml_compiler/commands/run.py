@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -187,9 +187,21 @@ def _torchrun(options: list[str], script: str, arguments: list[str]) -> int:
         rank, failure = first_failure(error.failures)
         typer.echo(f"hpml: {_first_failure(rank, failure)}\n{error}", err=True)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as error:  # such as Ctrl-C: torchrun has ended the ranks
-        return 128 + error.sigval
+    except Exception as error:
+        # Such as Ctrl-C: torchrun has ended the ranks. Another error may hide it: torchrun's timers raise UnboundLocalError
+        # where the signal meets them before they have read the clock.
+        received = next((each for each in _causes(error) if isinstance(each, SignalException)), None)
+        if received is None:
+            raise
+        return 128 + received.sigval
     return 0
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, the one that it was raised from or while handling, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def first_failure(failures: Mapping[int, Any]) -> tuple[int, Any]:

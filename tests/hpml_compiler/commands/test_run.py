@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from hpml_compiler import cli
 from hpml_compiler.commands import run as run_command
@@ -156,8 +158,23 @@ def test_a_signal_ends_the_ranks_and_is_the_exit_code(tmp_path, number):
         time.sleep(0.1)
     launcher.send_signal(number)
     _, errors = launcher.communicate(timeout=60)
-    assert launcher.returncode == 128 + number and "SignalException" not in errors
+    assert launcher.returncode == 128 + number and "SignalException" not in errors, errors
     assert not [pid for pid in pids if psutil.pid_exists(int(pid.read_text()))]
+
+
+def test_a_signal_behind_another_error_is_the_exit_code(tmp_path, monkeypatch):
+    """torchrun times its functions; a signal before the clock is read becomes an UnboundLocalError."""
+    def interrupted(parsed):
+        try:
+            raise SignalException("interrupted", signal.SIGTERM)
+        finally:
+            raise UnboundLocalError("start")
+
+    monkeypatch.setattr(torchrun, "run", interrupted)
+    assert run_command._torchrun(["--standalone"], _script(tmp_path, SLEEPS), []) == 128 + signal.SIGTERM
+    monkeypatch.setattr(torchrun, "run", lambda parsed: {}[parsed.standalone])
+    with pytest.raises(KeyError):
+        run_command._torchrun(["--standalone"], _script(tmp_path, SLEEPS), [])
 
 
 @pytest.mark.parametrize(("options", "own"), [([], False), (["--max-restarts", "1"], True), (["--nnodes", "1:1"], True)])
