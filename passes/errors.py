@@ -1,6 +1,8 @@
 """Errors that the user can fix: each states the problem, the place, and the next step."""
 from __future__ import annotations
 
+from typing import Any
+
 
 class HpmlError(Exception):
     """Base of all errors meant for the user; the command line prints them without a traceback.
@@ -38,10 +40,12 @@ class BadInput(HpmlError):
 
 
 class Infeasible(HpmlError):
-    """No plan meets the constraints, such as a byte budget. smallest_budget_bytes: a feasible budget, where known."""
+    """No plan meets the constraints, such as a byte budget. smallest_budget_bytes: a feasible budget, where known. plan: one
+    that exceeds the budget, where that was found out last, to be looked at."""
 
     exit_code = 3
     smallest_budget_bytes: float | None = None
+    plan: Any = None
 
 
 class MissingDependency(HpmlError):

@@ -11,7 +11,7 @@ import typer
 from hpml_compiler.cli_target import load_target
 from hpml_compiler.commands._at_work import at_work
 from hpml_compiler.visualize.picture_files import check_picture
-from passes.errors import BadInput, Infeasible, shortened
+from passes.errors import BadInput, Infeasible, MissingDependency, shortened
 from passes.filesystem.text_files import check_writable
 
 
@@ -51,22 +51,41 @@ def plan(
     check_picture(svg, "the plan")
     check_writable(html, "the page of the plan")
     drawn = _picture_options(svg, view, block, backward)
-    with at_work() as progress:
-        found = _make(target, {**options, "run_breaks": True} if run_breaks else options, progress)
+    try:
+        with at_work() as progress:
+            found = _make(target, {**options, "run_breaks": True} if run_breaks else options, progress)
+    except Infeasible as error:
+        if error.plan is not None and (svg or html):
+            _draw_refused(error.plan, html, svg, drawn)
+        raise
     if save is not None:
         found.save(save)
     if as_json:
         print(json.dumps({**found.summary_json(), **_memory(found)}, allow_nan=False))
     else:
         _print_table(found)
-    if html is not None:
-        _write_page(found, html)
-    if svg is not None:  # last: it fails where the program dot is missing
-        found.render(svg, **drawn)
+    _draw(found, html, svg, drawn)
     if not partial and (unplanned := [part for part in getattr(found, "unplanned", ()) if part.used]):
         count = sum(len(part.parameters) for part in unplanned)
         raise Infeasible(f"{count} parameters of the model are not in the plan: {unplanned[0].reason}",
                          unplanned[0].where or target, "give --run-breaks, if the weights are real, or --partial")
+
+
+def _draw(found: Any, html: Path | None, svg: Path | None, drawn: dict[str, Any]) -> None:
+    if html is not None:
+        _write_page(found, html)
+    if svg is not None:  # last: it fails where the program dot is missing
+        found.render(svg, **drawn)
+
+
+def _draw_refused(found: Any, html: Path | None, svg: Path | None, drawn: dict[str, Any]) -> None:
+    """Draw a plan that does not fit, to show what takes the memory; a missing program is said beside the refusal."""
+    try:
+        _draw(found, html, svg, drawn)
+    except MissingDependency as missing:
+        typer.echo(f"hpml: {missing.what}", err=True)
+    else:
+        typer.echo(f"hpml: {', '.join(str(path) for path in (html, svg) if path)} shows the plan that does not fit", err=True)
 
 
 def _write_page(found: Any, path: Path) -> None:

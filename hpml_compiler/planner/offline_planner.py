@@ -25,6 +25,7 @@ from hpml_compiler.plans.schema import GraphPlan, MeshAttempt, UnplannedPart
 from hpml_compiler.runtime.process.gc_pause import gc_paused
 from passes import compat
 from passes.checkpointing.layers.layer_boundary import LayersDiffer
+from passes.errors import Infeasible
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.hardware.cluster import Cluster
 from passes.pipeline.find_stages import TooFewBlocks
@@ -54,7 +55,12 @@ def _planned(traces: TracedModel, cluster: Cluster, allowance: WorkLimit, hurrie
     options = traces.options
     options.check_mesh(cluster.world_size)
     planner = OfflinePlanner(options, cluster, traces.trained, hurried)
-    records = planner.plan(traces, allowance)
+    try:
+        records = planner.plan(traces, allowance)
+    except Infeasible as error:
+        if isinstance(error.plan, GraphPlan):
+            error.plan = as_plan([error.plan], planner.rejected, options, str(cluster))
+        raise
     plan = as_plan(records, planner.rejected, options, str(cluster))
     sizes = {name: p.numel() for name, p in traces.model.named_parameters()}
     return plan.model_copy(update={"unplanned": tuple(

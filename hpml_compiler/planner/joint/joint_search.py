@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.graph_planning import plan_graph
 from hpml_compiler.planner.joint.open_decisions import KEPT_OF_ALL, JointCandidate, OpenDecisions, StageCost
 from hpml_compiler.planner.offline_planner import plan_candidate
@@ -39,11 +40,13 @@ LATER = 0.25
 
 @dataclass
 class JointSearch:
-    """traces: with known traces, of one graph. refusal: why planning without these decisions failed."""
+    """traces: with known traces, of one graph. annotated: the whole batch at once, of a few layers if `folded` says how many
+    more there are. refusal: why planning without these decisions failed."""
 
     traces: TracedModel
     decisions: OpenDecisions
     annotated: AnalyzedGraph
+    folded: FewLayerTrace | None
     refusal: Infeasible
     allowance: WorkLimit
     best: tuple[float, Plan, JointCandidate] | None = None
@@ -118,15 +121,15 @@ class JointSearch:
 
     def _cost(self, stages: int, mesh: dict[str, int]) -> StageCost | None:
         """Placements of the whole batch on the ranks of a stage; None where their parameters alone do not fit."""
-        options, folded = self.traces.options, self.traces.shortened
+        options, folded = self.traces.options, self.folded
         cluster = cluster_of_stage(self.cluster, stages)
         own = options.model_copy(update={"mesh": mesh or None, "memory_budget": None, "microbatches": 1, "recompute": {}})
         part = self.allowance.part(LATER * self.allowance.seconds)
         try:
             planned = plan_graph(self.annotated, own, cluster, lifetimes=MemoryModel(0.0), allowance=part,
                                  budget_bytes=stages * memory_limit(options, self.cluster),
-                                 shorter=None if folded is None else folded[0].shorter,
-                                 further=0 if folded is None else folded[0].further)
+                                 shorter=None if folded is None else folded.shorter,
+                                 further=0 if folded is None else folded.further)
         except Infeasible as error:
             self.least = self.least or error
             return None
@@ -157,5 +160,5 @@ class JointSearch:
         known = self.refusal if self.refusal.smallest_budget_bytes is not None else self.least or self.refusal
         error = Infeasible(f"no configuration of mesh, stages, microbatches and recomputation was found to fit (of "
                            f"{len(self.rejected)}): {known.what}", self.refusal.where, known.next_step)
-        error.smallest_budget_bytes = known.smallest_budget_bytes
+        error.smallest_budget_bytes, error.plan = known.smallest_budget_bytes, known.plan
         return error

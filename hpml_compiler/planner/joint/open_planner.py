@@ -4,6 +4,7 @@ from __future__ import annotations
 import logging
 
 from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.joint.joint_search import JointSearch
 from hpml_compiler.planner.joint.open_decisions import OpenDecisions
 from hpml_compiler.planner.offline_planner import plan_traces
@@ -28,22 +29,24 @@ def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
             raise short
         return plan_traces(traces, cluster)
     except Infeasible as refusal:
-        annotated = _single_graph(traces)
-        if annotated is None or not annotated.interface.training:
+        single = _single_graph(traces)
+        if single is None or not single[1].interface.training:
             raise
+        folded, annotated = single
         decisions = OpenDecisions(options, cluster, rows_of(annotated.graph.values))
         if not decisions.any:
             raise
         log.info("placements alone do not fit: %s; hpml searches over microbatches, recomputation and stages", refusal.what)
-        return JointSearch(traces, decisions, annotated, refusal, WorkLimit(options.time_limit)).run()
+        return JointSearch(traces, decisions, annotated, folded, refusal, WorkLimit(options.time_limit)).run()
 
 
-def _single_graph(traces: TracedModel) -> AnalyzedGraph | None:
-    """The only graph of the model, or the few layers that stand for it; None where the model has several."""
+def _single_graph(traces: TracedModel) -> tuple[FewLayerTrace | None, AnalyzedGraph] | None:
+    """The only graph of the model, with the whole batch at once, or the few layers that stand for it, and how many more there
+    are; None where the model has several."""
     plain = traces.with_options(traces.options.model_copy(update={"memory_budget": None, "recompute": {}, "microbatches": 1}))
     if plain.shortened is not None:
-        return plain.shortened[1]
-    return plain.whole[0] if len(plain.whole) == 1 else None
+        return plain.shortened
+    return (None, plain.whole[0]) if len(plain.whole) == 1 else None
 
 
 def _too_large(traces: TracedModel, cluster: Cluster) -> Infeasible | None:

@@ -163,6 +163,7 @@ def over_budget(record: GraphPlan, limit: int, options: Options) -> Infeasible:
     error = Infeasible(f"{who} needs {format_bytes(record.memory.peak)}, more than {may}{parts}", record.name,
                        ", or ".join(_remedies(record, options)))
     error.smallest_budget_bytes = record.memory.peak
+    error.plan = record
     return error
 
 

@@ -16,7 +16,7 @@ from hpml_compiler.commands import explain as explain_command
 from hpml_compiler.commands import plan as plan_command
 from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
-from passes.errors import BadInput, MissingDependency
+from passes.errors import BadInput, Infeasible, MissingDependency
 from tests.helpers.plans import gpt_plan
 
 TARGET = """
@@ -164,3 +164,21 @@ def test_a_view_and_a_page_are_written(app, target, calls, tmp_path):
                                       "--svg", str(tmp_path / "plan.svg"), "--view", "block", "--backward"])
     assert result.exit_code == 0, result.output
     assert "block " in (tmp_path / "plan.svg").read_text() and "How to make it again" in (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz's program dot")
+def test_a_plan_that_does_not_fit_is_drawn_and_refused(app, target, calls, tmp_path, monkeypatch):
+    error = Infeasible("a device needs 115 GiB, more than its 79.1 GiB")
+    error.plan = gpt_plan()
+
+    def refuse(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(hpml_compiler.api, "plan", refuse)
+    drawn = tmp_path / "plan.svg"
+    result = CliRunner().invoke(app, ["plan", target, "--svg", str(drawn)])
+    assert result.exception is error and "</svg>" in drawn.read_text()
+    assert "plan.svg shows the plan that does not fit" in result.stderr
+    monkeypatch.setenv("PATH", "")
+    without = CliRunner().invoke(app, ["plan", target, "--svg", str(drawn)])
+    assert without.exception is error and "dot" in without.stderr

@@ -63,3 +63,4 @@ def test_the_peak_that_is_told_is_enough_and_what_is_refused_tells_another(micro
         planned(told // 50, microbatches)
     least = round(refusal.value.smallest_budget_bytes)
     assert told // 50 < planned(least, microbatches).memory.peak <= least
+    assert refusal.value.plan.peak.bytes == least
