@@ -2,10 +2,10 @@
 
     python benchmarks/heads.py [--rounds 5] [--models wide_vocabulary llama ...] [--backends inductor hpml]
 
-Backends are eager, inductor, auto_chunker (inductor with torch's own chunking of the loss), hpml, and hpml_at_once (hpml with
-`loss_chunks=1`), interleaved, each in a process of its own. The loop reads the loss. A model's name with ":loss" is the same
-model wrapped to return its loss alone; the wide vocabulary is a head of 16384 words on hidden states of width 64, others are
-Hugging Face's with their real vocabularies at small widths.
+Backends are eager, inductor, auto_chunker (inductor with torch's own chunking of the loss), hpml, and hpml:N (hpml with
+`loss_chunks=N`; 1 computes the loss at once), interleaved, each in a process of its own. The loop reads the loss. A model's
+name with ":loss" is the same model wrapped to return its loss alone; the wide vocabulary is a head of 16384 words on hidden
+states of width 64, others are Hugging Face's with their real vocabularies at small widths.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from hpml_compiler.monitor.profiled_step import StepProfile
 
-BACKENDS = ("eager", "inductor", "auto_chunker", "hpml", "hpml_at_once")
+BACKENDS = ("eager", "inductor", "auto_chunker", "hpml", "hpml:1")
 WORDS, WIDTH = 16384, 64
 
 
@@ -79,7 +79,8 @@ class Contender:
         model = MODELS[name.removesuffix(":loss")]()
         self.model = LossAlone(model) if name.endswith(":loss") else model
         torch._inductor.config.auto_chunker.enable = backend == "auto_chunker"
-        options = {"loss_chunks": 1} if backend == "hpml_at_once" else None
+        chunks = backend.partition(":")[2]
+        options = {"loss_chunks": int(chunks)} if chunks else None
         self.call = self.model if backend == "eager" else torch.compile(
             self.model, backend="hpml" if backend.startswith("hpml") else "inductor", options=options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
@@ -147,8 +148,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="*", default=["wide_vocabulary:loss", *MODELS])
-    parser.add_argument("--backends", nargs="*", default=list(BACKENDS), choices=BACKENDS)
+    parser.add_argument("--backends", nargs="*", default=list(BACKENDS))
     args = parser.parse_args()
+    if unknown := {each.partition(":")[0] for each in args.backends}.difference(BACKENDS):
+        parser.error(f"unknown backends {sorted(unknown)}: those are {', '.join(BACKENDS)}")
     for name in args.models:
         compare(name, args.backends, args.rounds)
 

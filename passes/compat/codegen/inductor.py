@@ -65,13 +65,14 @@ def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
                                                      decompositions=inductor_decompositions()))
 
 
-def _loops_in_order(gm: torch.fx.GraphModule) -> contextlib.AbstractContextManager[None]:
-    """Context that keeps the order of an unrolled loop, for graphs with one."""
+def _loops_in_order(gm: torch.fx.GraphModule, ordered: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Context that keeps the order of an unrolled loop, for graphs with one, and adds to its sums in place. ordered: the order
+    of all calls is kept anyway."""
     if not any(LOOP_TURN in node.meta for node in gm.graph.nodes):
         return contextlib.nullcontext()
-    from passes.compat.codegen.inductor_chunks import turns_in_order
+    from passes.compat.codegen.inductor_chunks import products_added_in_place, turns_in_order
 
-    return turns_in_order(LOOP_TURN)
+    return products_added_in_place() if ordered else turns_in_order(LOOP_TURN)
 
 
 @contextlib.contextmanager
@@ -262,7 +263,8 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, stat
 
     wait_for_vector_instructions()
     settings = {"triton.cudagraphs": False, **({"reorder_for_peak_memory": False} if keep_order else {})}
-    with _loops_in_order(gm) if reuse else scheduled_in_graph_order(), config.patch(settings):
+    in_order = contextlib.nullcontext if reuse else scheduled_in_graph_order
+    with in_order(), _loops_in_order(gm, not reuse), config.patch(settings):
         return compile_fx_inner(
             gm, example_inputs, static_input_idxs=tuple(static_inputs), is_backward=is_backward,
             is_inference=is_inference, graph_id=next(state_of(_GraphIds).numbers),

@@ -1,7 +1,8 @@
 """Inductor's schedule of a graph with an unrolled loop: one turn of the loop after another.
 
 Turns do not depend on each other but for sums. By default, inductor may run the first call of every turn, then the second of
-every turn, and hold what all of them have computed; and it fuses kernels of different turns that read the same.
+every turn, and hold what all of them have computed; it fuses kernels of different turns that read the same; and it adds a
+product to a sum out of place: a copy of the sum for each turn.
 """
 # Nodes of inductor's scheduler have no types to speak of.
 # pyright: reportAttributeAccessIssue=false
@@ -14,19 +15,51 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor import config
+from torch._inductor import config, ir
+from torch._inductor.fx_passes.reinplace import InplaceableOp
+from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
 from passes.compat.codegen.inductor_order import graph_positions, stable_topological_order
 from passes.compat.patching.patches import replaced
+
+aten = torch.ops.aten
+torch.library.define("hpml::add_product_", "(Tensor(a!) total, Tensor a, Tensor b) -> ()")
+"""`addmm_` without a result, which inductor would take for memory of its own."""
+
+
+@torch.library.impl("hpml::add_product_", "CompositeExplicitAutograd")
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    total.addmm_(a, b)
+
+
+@torch.library.register_fake("hpml::add_product_")
+def _fake_add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    pass
+
+
+@register_lowering(aten.addmm_.default, type_promotion_kind=None)
+def _lower_add_product(total: Any, a: Any, b: Any) -> Any:
+    """Graphs have this operator from `turns_in_order` alone."""
+    total.realize()
+    ir.FallbackKernel.create(torch.ops.hpml.add_product_.default, total, a, b)
+    return total
+
+
+@contextlib.contextmanager
+def products_added_in_place() -> Iterator[None]:
+    """Context in which inductor adds a product into the memory of a sum that nothing else reads."""
+    key = {**config.unsafe_marked_cacheable_functions, "hpml.turns": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
+    added = InplaceableOp(aten.addmm_.default, 0, _adds_products)
+    with (replaced({"inplaceable_ops": lambda usual: {**usual, aten.addmm.default: added}}),
+          config.patch(unsafe_marked_cacheable_functions=key)):
+        yield
 
 
 @contextlib.contextmanager
 def turns_in_order(turn: str) -> Iterator[None]:
     """Context in which inductor runs calls of one turn of a loop after those of the turn before. turn: the key in the meta of a
     node for the number of its turn."""
-    key = {**config.unsafe_marked_cacheable_functions,
-           "hpml.turns": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     replacements = {
         "Scheduler.can_fuse": lambda fuses: (
             lambda self, node1, node2, *how, **more: (
@@ -35,8 +68,16 @@ def turns_in_order(turn: str) -> Iterator[None]:
         "reorder_for_peak_memory": lambda usual: (
             lambda nodes, *others, **more: _in_order(usual(nodes, *others, **more), turn)),
     }
-    with replaced(replacements), config.patch(unsafe_marked_cacheable_functions=key, reorder_for_peak_memory=True):
+    with replaced(replacements), config.patch(reorder_for_peak_memory=True), products_added_in_place():
         yield
+
+
+def _adds_products(node: torch.fx.Node) -> bool:
+    """True where a product is added to a tensor with the layout of the result. Inductor checks that none reads it later."""
+    total = node.args[0].meta.get("val") if isinstance(node.args[0], torch.fx.Node) else None
+    value = node.meta["val"]
+    return (isinstance(total, torch.Tensor) and not node.kwargs and total.shape == value.shape and total.dtype == value.dtype
+            and total.is_contiguous())
 
 
 def _in_order(nodes: list[Any], turn: str) -> list[Any]:

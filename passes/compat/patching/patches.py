@@ -148,6 +148,8 @@ PATCHES = {patch.name: patch for patch in (
           "kernels are not fused across calls of a library", "a step may hold up to 14 % more than its budget"),
     Patch("torch._inductor.memory:reorder_for_peak_memory", ("nodes",), "chunks of a loss run one after another",
           "a loss in chunks may hold the logits of all of them"),
+    Patch("torch._inductor.fx_passes.reinplace:inplaceable_ops", (), "chunks of a loss add to the head's gradient in place",
+          "each chunk of a loss copies the head's gradient"),
     Patch("torch._inductor.ir:StorageBox.should_realize_on_reuse", ("self", "users"),
           "costly results of several readers are computed once (torch 2.13 has the same operators by itself)",
           "a step may hold more than its budget"),
