@@ -14,9 +14,9 @@ def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0, obeys_ke
     """Build the step graph of one graph's plan. part: share of the rows in a microbatch, if the plan has no microbatches of its
     own. obeys_kept: as in `LocalView`."""
     view = LocalView(graph, obeys_kept)
-    legs = tuple(_leg(view, each, prices, part) for each in graph.redistributions)
     said = graph.microbatches
     part = part if said is None else 1.0 / said.count
+    legs = tuple(_leg(view, each, prices, part) for each in graph.redistributions)
     return StepGraph(
         name=graph.name,
         training=graph.training,

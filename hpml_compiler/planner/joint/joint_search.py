@@ -133,6 +133,8 @@ class JointSearch:
         except Infeasible as error:
             self.least = self.least or error
             return None
+        except DepthsDiffer:
+            return None
         record = planned.record
         bound = record.solver.bound
         state = (2 + options.resident_states) * sum(self.traces.trained.values()) / cluster.world_size

@@ -168,10 +168,14 @@ class FoldedCutPlan(MakesPlan):
             kept.update((k, checkpointing_plan(each, checkpointing.options)) for k, each in decided.items())
         record = with_pipeline(record, stages.parts(costs, layers, kept), table,
                                mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}, step.cluster, states, memory)
-        most, peaks = fullest_of(fullest) if checkpointing.budgeted else None, _peaks(record, memory)
-        if most is not None and max(peaks) > memory_limit(options, step.cluster):  # each layer saves its input here
-            raise DepthsDiffer("less memory may do if a stage saves nothing between its layers")
-        return CutResult(record, costs.staged.stages, peaks, None, most)
+        most = fullest_of(fullest) if checkpointing.budgeted else None
+        return CutResult(record, costs.staged.stages, _peaks(record, memory), None, most)
+
+    def __call__(self, planned: PlanResult | None) -> GraphPlan:
+        record = super().__call__(planned)
+        if self.fullest is not None and record.memory.peak > memory_limit(self.step.options, self.step.cluster):
+            raise DepthsDiffer("each layer saves its input here, and less memory may do where a stage does not")
+        return record
 
     def _pieces(self, stages: ExtrapolatedStages, planned: PlanResult | None, repeats: LoopGathers,
                 ) -> tuple[LayerCosts, StageCheckpointing]:

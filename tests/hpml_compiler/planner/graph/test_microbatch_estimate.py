@@ -9,8 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import hpml_compiler
+from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
+from hpml_compiler.simulate.plan_step_graph import step_graph
+from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.errors import Infeasible
 from passes.hardware.cluster import Cluster
+from passes.hardware.mesh import mesh_from_pin
 
 ROWS, WIDTH = 4096, 64
 SAVED = 8 * ROWS * WIDTH * 4
@@ -64,3 +68,29 @@ def test_the_peak_that_is_told_is_enough_and_what_is_refused_tells_another(micro
     least = round(refusal.value.smallest_budget_bytes)
     assert told // 50 < planned(least, microbatches).memory.peak <= least
     assert refusal.value.plan.peak.bytes == least
+
+
+class Wide(nn.Module):
+    """Its weights are larger than its activations, so that these are redistributed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4096, 4096, bias=False) for _ in range(4)])
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.mse_loss(x, y)
+
+
+def test_a_microbatch_redistributes_its_own_rows():
+    x = torch.randn(512, 4096)
+    steps = []
+    for count in (1, 4):
+        (graph,) = hpml_compiler.plan(Wide(), (x, x), cluster="1x2:a100-80g", mesh={"tp": 2}, microbatches=count).graphs
+        step = step_graph(graph, PlannedPrices(graph, RepricedPlan(graph, MeshPrices(mesh_from_pin(
+            graph.mesh, Cluster.parse("1x2:a100-80g")), 2))))
+        steps.append([leg for leg in step.legs if leg.communicates and not leg.gradient])
+    whole, part = steps
+    assert whole and [leg.result_bytes for leg in part] == [leg.result_bytes / 4 for leg in whole]
+    assert all(sum(hop.us for hop in one.hops) < sum(hop.us for hop in each.hops) for one, each in zip(part, whole))
