@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers, which do not see `_WHERE`
     from hpml_compiler.api import plan
+    from hpml_compiler.checkpoints.checkpointer import Checkpointer
     from hpml_compiler.integrations.accelerate import one_device
     from hpml_compiler.plan_api.model_plan import Plan
     from hpml_compiler.run_reports import last_report, last_stages
@@ -17,11 +18,12 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see `_WHERE`
     from hpml_compiler.session.session import last_plan
     from hpml_compiler.session.session import reset_process as reset
 
-__all__ = ["Plan", "distribute", "distribute_batch", "full_state_dict", "last_plan", "last_report", "last_stages",
-           "one_device", "plan", "reset"]
+__all__ = ["Checkpointer", "Plan", "distribute", "distribute_batch", "full_state_dict", "last_plan", "last_report",
+           "last_stages", "one_device", "plan", "reset"]
 
 _WHERE = {
-    "Plan": "plan_api.model_plan.Plan", "distribute": "runtime.batch.distributed_loader.distribute",
+    "Checkpointer": "checkpoints.checkpointer.Checkpointer", "Plan": "plan_api.model_plan.Plan",
+    "distribute": "runtime.batch.distributed_loader.distribute",
     "distribute_batch": "runtime.batch.distributed_loader.distribute_batch",
     "full_state_dict": "runtime.dtensor.state_dicts.full_state_dict", "last_plan": "session.session.last_plan",
     "last_report": "run_reports.last_report", "last_stages": "run_reports.last_stages",

@@ -38,7 +38,7 @@ LAYERS = {
         ("energy", "integrations"),
         ("monitor",),
         ("session",),
-        ("run_reports", "profile", "instruments"),
+        ("checkpoints", "run_reports", "profile", "instruments"),
         ("compile", "api"),
         ("backend", "instruments.calibration"),
         ("commands",),

@@ -27,13 +27,21 @@ def options() -> Iterator[str]:
 def commands() -> Iterator[str]:
     """The commands of `hpml`, each with its options."""
     group: Any = typer.main.get_command(app)
-    for name, command in sorted(group.commands.items()):
+    for name, command in _single_commands(group):
         yield from (f"**hpml {name}**", "", _plain(command.help or ""), "", "| option | |", "|---|---|")
         for parameter in command.params:
             words = "`, `".join([*parameter.opts, *parameter.secondary_opts])
             shown = words if parameter.param_type_name == "option" else (parameter.name or "").upper()
             yield f"| `{shown}` | {_cell(getattr(parameter, 'help', None) or '')} |"
         yield ""
+
+
+def _single_commands(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in sorted(group.commands.items()):
+        if hasattr(command, "commands"):
+            yield from _single_commands(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", command
 
 
 def plan_fields() -> Iterator[str]:

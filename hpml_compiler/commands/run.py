@@ -180,6 +180,8 @@ def _torchrun(options: list[str], script: str, arguments: list[str]) -> int:
 
     parsed = torchrun.parse_args([*options, "--", script])
     parsed.training_script_args = arguments  # torchrun's parser would match their prefixes with its own options
+    if hasattr(parsed, "signals_to_handle") and hasattr(signal, "SIGUSR1"):
+        parsed.signals_to_handle += ",SIGUSR1"  # passed on to the ranks; SLURM sends it before the time limit
     try:
         compat.open_stores_on_loopback()
         torchrun.run(parsed)

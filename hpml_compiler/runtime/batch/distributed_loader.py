@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hpml_compiler.runtime.batch.batch_pytree import map_named_tensors, named_tensors
 from hpml_compiler.runtime.batch.batch_shard import shard_batch
+from hpml_compiler.runtime.batch.loader_position import LoaderPosition
 from hpml_compiler.runtime.batch.per_rank_batch import Ended, Padding, PerRankBatches
 from hpml_compiler.runtime.consistency.input_check import EVERY
 from hpml_compiler.runtime.process.world_group import control_group, ensure_process_group, world_mesh
@@ -38,7 +39,8 @@ def distribute(loader: Iterable[Any], rows: WhoseRows | None = None, pad: Paddin
 
     A batch is a tensor or any nest of tensors in lists, tuples, dicts and dataclasses; other leaves and 0-dim tensors stay
     as they are. Its tensors become DTensors, `Shard(0)` over all ranks, that the script can use as the whole tensor.
-    Length and attributes (`loader.sampler.set_epoch`) are those of `loader`. With one rank, batches are left as they are.
+    Length and attributes (`loader.sampler.set_epoch`) are those of `loader`; `passes` is the
+    number of the present pass, from 0. With one rank, batches are left as they are.
     Raises BadInput where `rows` contradicts the loader's sampler.
     """
     return _DistributedLoader(loader, rows, pad)
@@ -68,25 +70,41 @@ class _DistributedLoader:
         if rows is not None:
             _check_rows(rows)
         self._loader, self._asked, self._pad = loader, rows, pad
-        self._share = _BatchSlicer()
+        self._share, self._position = _BatchSlicer(), LoaderPosition(loader)
+        self._drawn: _PerRankRng | None = None
+        self._resumed_rng: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self._loader)  # pyright: ignore[reportArgumentType]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # not set yet during unpickling
+        if name in ("_loader", "_position"):  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+    @property
+    def passes(self) -> int:
+        """Number of passes over the data before the present one: the epoch, from 0."""
+        return self._position.passes
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, for `hpml_compiler.Checkpointer`; with rows="own", of this rank."""
+        return {**self._position.state_dict(), "random": None if self._drawn is None else self._drawn.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position: the next iteration begins there."""
+        self._position.load_state_dict(state)
+        self._resumed_rng = state["random"]
 
     def __iter__(self) -> Iterator[Any]:
         world = ensure_process_group()
         if world == 1:
-            yield from self._loader
+            yield from self._position.iterate()
             return
         if self._whose(world) == "own":
             yield from self._joined()
             return
-        batches = _noted(iter(self._loader))
+        batches = _noted(self._position.iterate())
         number = 0
         while (batch := next(batches, Ended)) is not Ended:
             if number & (number - 1) == 0 or number % EVERY == 0:
@@ -107,9 +125,10 @@ class _DistributedLoader:
         return "own"
 
     def _joined(self) -> Iterator[Any]:
-        joiner, drawn = PerRankBatches(self._pad), _PerRankRng()
+        joiner, drawn = PerRankBatches(self._pad), _PerRankRng(self._resumed_rng)
+        self._drawn, self._resumed_rng = drawn, None
         with drawn:
-            batches = _noted(iter(self._loader))
+            batches = _noted(self._position.iterate())
             batch = next(batches, Ended)
         if not _different(batch) and batch is not Ended and dist.get_rank() == 0:
             log.warning("the first batch is the same on every rank, so rows='own' counts it %d times; shard the data by rank, "
@@ -136,8 +155,8 @@ class _PerRankRng:
     Ranks may draw different amounts of random numbers for their rows (shuffling, augmentation), but must draw the same ones
     in the model (dropout masks)."""
 
-    def __init__(self) -> None:
-        self.state = torch.get_rng_state()
+    def __init__(self, state: torch.Tensor | None = None) -> None:
+        self.state = torch.get_rng_state() if state is None else state
 
     def __enter__(self) -> None:
         self.outside = torch.get_rng_state()

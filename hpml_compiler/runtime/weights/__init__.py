@@ -1,0 +1,1 @@
+"""Weights in safetensors files: written as streams, read by slices."""
