@@ -1,7 +1,8 @@
 """All entries of torch's database of operators (OpInfo): each strategy of each rule, and training on two ranks.
 
 `python -m tests.operators` judges every entry at rule level (`rules`), what it is taken apart into (`decompositions`),
-between two linear layers on two ranks (`ranks`), and what DTensor can split (`dtensor`). `--level` asks for some of these,
+between two linear layers on two ranks (`ranks`), in eager code on what a compiled graph returned (`outputs`), and what DTensor
+can split (`dtensor`). `--level` asks for some of these,
 arguments for entries (shell patterns), `--part 0/2` for half of them. `--json FILE` keeps what is known; a second call with it
 goes on from there. Ends with 1 if anything is wrong.
 """
@@ -18,17 +19,19 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.operators import database, dtensor, rule_level
 from tests.operators.decompositions import differences
+from tests.scripts import opinfo, opinfo_outputs
 from tests.scripts.compare import in_short
 from tests.scripts.launch import outcomes
-from tests.scripts.opinfo import choose
 
-LEVELS = ("rules", "decompositions", "ranks", "dtensor")
+LEVELS = ("rules", "decompositions", "ranks", "outputs", "dtensor")
+FAMILIES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "ranks": ("opinfo", opinfo.choose), "outputs": (opinfo_outputs.FAMILY, opinfo_outputs.choose)}
 MESHES = ("dp", "tp")
 TOGETHER = 20
 WRONG = {"wrong", "different", "crashed"}
@@ -66,9 +69,9 @@ def _known(path: Path | None) -> dict[tuple[str, str], Record]:
 
 
 def _run(level: str, names: Sequence[str], of: dict[str, int] | None) -> Iterator[Record]:
-    if level == "ranks":
+    if level in FAMILIES:
         for at in range(0, len(names), TOGETHER):
-            yield from _on_ranks(names[at : at + TOGETHER])
+            yield from _on_ranks(names[at : at + TOGETHER], *FAMILIES[level])
         return
     for name in names:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
@@ -89,14 +92,14 @@ def _decompositions(name: str, of: dict[str, int] | None) -> Record:
     return {"name": name, "how": "wrong" if found else "same", "detail": " | ".join(found[:3])}
 
 
-def _on_ranks(names: Sequence[str]) -> list[Record]:
+def _on_ranks(names: Sequence[str], family: str, choose: Callable[[str], Any]) -> list[Record]:
     chosen = {name: choose(name) is not None for name in names}
-    cases = [(f"opinfo.{name}", mesh) for name in names if chosen[name] for mesh in MESHES]
+    cases = [(f"{family}.{name}", mesh) for name in names if chosen[name] for mesh in MESHES]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         found = outcomes(Path(folder), cases) if cases else {}
     records = []
     for name in names:
-        own = {mesh: found[f"opinfo.{name}", mesh] for mesh in MESHES if chosen[name]}
+        own = {mesh: found[f"{family}.{name}", mesh] for mesh in MESHES if chosen[name]}
         hows = {("not compiled" if "0 graphs came" in o.detail else o.verdict) for o in own.values()} or {"no sample"}
         worst = next(how for how in ("different", "crashed", "refused", "not compiled", "same", "no sample") if how in hows)
         detail = " | ".join(f"{mesh}: {o.detail}" for mesh, o in own.items() if o.detail)

@@ -12,6 +12,7 @@ from tests.operators.calls import trace
 from tests.operators.decompositions import COMPILERS, differences
 from tests.operators.rule_level import judge
 from tests.scripts.launch import outcomes
+from tests.scripts.opinfo_outputs import FAMILY
 
 TARGETS = torch.tensor([[3, 0, -1, 2], [1, -1, 2, 0], [-1, 0, 1, 2], [0, 1, 2, 3]])
 BYTES = torch.arange(2 * 3 * 8 * 8, dtype=torch.int64).mul(37).remainder(255).to(torch.uint8).view(2, 3, 8, 8)
@@ -33,6 +34,12 @@ def test_every_strategy_of_every_call_gives_what_the_whole_call_gives(name):
 
 def test_an_operator_between_two_layers_is_trained_as_on_one_device(tmp_path):
     cases = [(f"opinfo.{name}", mesh) for name, mesh in (("kthvalue", "dp"), ("linalg.eig", "dp"), ("linalg.solve", "tp"))]
+    assert {case: (outcome.verdict, outcome.detail) for case, outcome in outcomes(tmp_path, cases).items()} == {
+        case: ("same", "") for case in cases}
+
+
+def test_an_operator_of_a_sharded_output_gives_what_it_gives_on_one_device(tmp_path):
+    cases = [(f"{FAMILY}.{name}", mesh) for name, mesh in (("cumsum", "dp"), ("linalg.inv", "dp"), ("topk", "tp"))]
     assert {case: (outcome.verdict, outcome.detail) for case, outcome in outcomes(tmp_path, cases).items()} == {
         case: ("same", "") for case in cases}
 

@@ -30,7 +30,7 @@ class Between(nn.Module):
         own = getattr(self, self.given[0]) if self.given else torch.zeros(1)
         self.shape, self.floats = own.shape, bool(self.given) and own.is_floating_point() and not apart
         self.before = nn.Linear(WIDTH, math.prod(own.shape[1:]) if own.ndim else 1)
-        widths = [_rows(x).shape[1] for x in self._results(own)]
+        widths = [rows(x).shape[1] for x in self._results(own)]
         self.after = nn.Linear(widths[0] if widths else WIDTH, 3)
 
     def _results(self, own: torch.Tensor) -> list[torch.Tensor]:
@@ -43,14 +43,14 @@ class Between(nn.Module):
             results = self._results(getattr(self, self.given[0]) * (1 + 1e-3 * h.tanh().reshape(self.shape)))
         else:
             results = self._results(getattr(self, self.given[0]) if self.given else h)
-        rows = [_rows(result) for result in results]
+        parts = [rows(result) for result in results]
         loss = h.square().mean() * 0.01
-        if rows:
-            loss = loss + self.after(rows[0]).square().mean()
-        return loss + sum(((part * 0.1).sin().mean() for part in rows[1:]), torch.zeros(()))
+        if parts:
+            loss = loss + self.after(parts[0]).square().mean()
+        return loss + sum(((part * 0.1).sin().mean() for part in parts[1:]), torch.zeros(()))
 
 
-def _rows(result: torch.Tensor) -> torch.Tensor:
+def rows(result: torch.Tensor) -> torch.Tensor:
     """Any result as float64 of two dims."""
     if result.is_complex():
         result = torch.view_as_real(result.resolve_conj())
