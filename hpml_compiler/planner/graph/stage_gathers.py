@@ -51,7 +51,7 @@ class CutResult:
 @dataclass(frozen=True)
 class StageGathers:
     """choice: of the ranks of one stage, as if they ran the full graph. cut: cuts and counts the pipeline. limit: bytes that a
-    device may hold."""
+    device may hold. A hurried choice is between as much as the excess, and everything."""
 
     choice: GatherChoice
     cut: Callable[[LoopGathers], CutResult]
@@ -71,7 +71,7 @@ class StageGathers:
         step within the limit is not faster than one before, or recomputes nothing."""
         (latest,) = tried.values()
         groups, excess = self._groups(latest), dict[int, float]()
-        for share in SHARES:
+        for share in SHARES[:2] if self.choice.hurried else SHARES:
             fitting = [each.us for each in tried.values() if max(each.peaks) <= self.limit]
             if share == 1.0 and fitting:
                 continue

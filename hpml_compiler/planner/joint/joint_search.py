@@ -1,25 +1,31 @@
-"""Search for a plan that fits, over everything that the options leave open: mesh, stages, microbatches and recomputation.
+"""Search for a plan that fits, over everything that the options leave open: mesh, stages, microbatches, schedule and
+recomputation.
 
 Placements of the whole batch, with everything saved and no limit on saved bytes, give each mesh a lower bound, and an estimate
-of every configuration on it. Configurations are planned in the order of these estimates, like pinned ones; those whose bound or
-estimate is above the best plan so far are not. The search ends when none is left, or with the work limit.
+of every configuration on it, and on the stages that its devices may be divided into. Configurations are planned in the order of
+these estimates, like pinned ones; those whose bound or estimate is above the best plan so far are not. The search ends when
+none is left, or with the work limit. Of the plans that fit, the one whose simulated step is fastest is the answer.
 """
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.graph_planning import plan_graph
-from hpml_compiler.planner.joint.open_decisions import KEPT_OF_ALL, JointCandidate, OpenDecisions, StageCost
+from hpml_compiler.planner.joint.joint_candidate import KEPT_OF_ALL, JointCandidate, StageCost
+from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, OpenDecisions
 from hpml_compiler.planner.offline_planner import plan_candidate
 from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
-from hpml_compiler.plans.schema import MeshAttempt
+from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
+from hpml_compiler.simulate.plan_prices import PlannedPrices
+from hpml_compiler.simulate.plan_step_graph import step_graph
+from hpml_compiler.simulate.simulator import simulate
 from hpml_compiler.visualize.formatting import format_bytes, format_us
 from passes.checkpointing.layers.layer_boundary import LayersDiffer
 from passes.errors import BadInput, Infeasible
@@ -33,7 +39,10 @@ log = logging.getLogger("hpml")
 OF_ONE = 0.5
 """Part of the work limit for planning one configuration."""
 MOST_UNLIKELY = 3
-"""Configurations on a number of stages that are planned although their estimate does not fit."""
+"""Configurations that are planned although their estimate does not fit."""
+MOST_PLANNED = 6
+"""Configurations that are planned after the first one that fits."""
+MOST_SIMULATED = 12
 LATER = 0.25
 """Part of the work limit for placements of the whole batch, over all meshes."""
 
@@ -49,36 +58,69 @@ class JointSearch:
     folded: FewLayerTrace | None
     refusal: Infeasible
     allowance: WorkLimit
-    best: tuple[float, Plan, JointCandidate] | None = None
+    found: list[tuple[float, Plan, JointCandidate]] = field(default_factory=list)
     least: Infeasible | None = None
     rejected: list[MeshAttempt] = field(default_factory=list)
+    skipped: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict)
+    """Places in `rejected` of configurations that were not planned, by mesh."""
 
     @property
     def cluster(self) -> Cluster:
         return self.decisions.cluster
 
+    @property
+    def best(self) -> tuple[float, Plan, JointCandidate] | None:
+        return min(self.found, key=lambda each: each[0], default=None)
+
     def run(self) -> Plan:
         """The fastest plan that was found. Raises Infeasible."""
-        for stages in self.decisions.stage_counts():
-            if stages > 1 and (self.best is not None or self.allowance.is_over):
-                break
-            self._plan_all(sorted(self._candidates(stages), key=lambda each: (not each.may_fit, each.us)))
-        if self.best is None:
+        candidates = self.candidates()
+        self._plan_all([each for each in candidates if self._is_plain(each)])
+        if not self.found:
             raise self._refused()
-        return self._reported(*self.best)
+        others, best = [each for each in candidates if not self._is_plain(each)], min(self.found, key=lambda each: each[0])[2]
+        alike = [each for each in others if (each.mesh, each.microbatches) == (best.mesh, best.microbatches)]
+        self._plan_all(alike)
+        for candidate in others:
+            if candidate not in alike:
+                self._skip(candidate, "another mesh or number of microbatches was the fastest with 1F1B")
+        return self._reported(*self._fastest())
 
-    def _plan_all(self, candidates: list[JointCandidate]) -> None:
-        for number, candidate in enumerate(candidates):
-            if self.best is not None and candidate.bound_us >= self.best[0]:
-                self._reject(candidate, "its bound is above the best plan")
-            elif self.best is not None and candidate.us >= self.best[0]:
-                self._reject(candidate, "its estimate is above the best plan")
-            elif self.best is not None and self.allowance.is_over or self.allowance.left_s < -self.allowance.seconds:
-                self._reject(candidate, "time_limit was over before it was planned")
-            elif not candidate.may_fit and number >= MOST_UNLIKELY:
-                self._reject(candidate, f"it would take about {format_bytes(candidate.bytes_with(KEPT_OF_ALL))}")
+    def _is_plain(self, candidate: JointCandidate) -> bool:
+        """True with the first of the schedules that are open: others are planned for the best of these."""
+        return candidate.schedule == self.decisions.schedules(candidate.stages, candidate.microbatches)[0]
+
+    def candidates(self) -> list[JointCandidate]:
+        """All configurations, in the order in which they are planned."""
+        return sorted(self._candidates(), key=lambda each: (not each.may_fit, each.us))
+
+    def _plan_all(self, candidates: Iterable[JointCandidate]) -> None:
+        unlikely = later = 0
+        for candidate in candidates:
+            best = self.best
+            if best is not None and candidate.bound_us >= best[0]:
+                self._skip(candidate, "its bound is above the best plan")
+            elif best is not None and candidate.us >= best[0]:
+                self._skip(candidate, "its estimate is above the best plan")
+            elif best is not None and self.allowance.is_over or self.allowance.left_s < -self.allowance.seconds:
+                self._skip(candidate, "time_limit was over before it was planned")
+            elif best is not None and later >= MOST_PLANNED:
+                self._skip(candidate, "others with lower estimates were planned")
+            elif not candidate.may_fit and (best is not None or unlikely >= MOST_UNLIKELY):
+                self._skip(candidate, f"it would take about {format_bytes(candidate.bytes_with(KEPT_OF_ALL))}")
             else:
+                unlikely, later = unlikely + (not candidate.may_fit), later + (best is not None)
                 self._plan(candidate)
+
+    def _fastest(self) -> tuple[float, Plan, JointCandidate]:
+        """The plan with the fastest simulated step; the others are rejected."""
+        best, *others = sorted(self.found, key=lambda each: each[0])
+        simulated = [(simulate(plan).step_us, number) for number, (_, plan, _) in enumerate([best, *others][:MOST_SIMULATED])]
+        chosen = [best, *others][min(simulated)[1]]
+        for us, _, candidate in self.found:
+            if candidate is not chosen[2]:
+                self._reject(candidate, "its simulated step is slower", us)
+        return chosen
 
     def _plan(self, candidate: JointCandidate) -> None:
         options = candidate.options(self.traces.options)
@@ -92,38 +134,58 @@ class JointSearch:
             self._reject(candidate, error.what)
             return
         except (BadInput, DepthsDiffer, LayersDiffer) as error:
-            self._reject(candidate, error.what if isinstance(error, BadInput) else "a few layers do not represent the model")
+            self._reject(candidate, error.what if isinstance(error, BadInput) else
+                         f"a few layers do not represent the model: {error}".removesuffix(": "))
             return
         if plan.memory.peak > candidate.limit:
             self._reject(candidate, f"it takes {format_bytes(plan.memory.peak)}")
             return
         us = plan.predicted.step_time_us
         log.info("%s on the mesh %s: %s a step, %s", candidate, candidate.mesh, format_us(us), format_bytes(plan.memory.peak))
-        if self.best is None or us < self.best[0]:
-            if self.best is not None:
-                self._reject(self.best[2], "dearer", self.best[0])
-            self.best = (us, plan, candidate)
-        else:
-            self._reject(candidate, "dearer", us)
+        self.found.append((us, plan, candidate))
 
     def _reject(self, candidate: JointCandidate, reason: str, us: float | None = None) -> None:
         log.info("rejected: %s on the mesh %s, %s", candidate, candidate.mesh, reason)
         self.rejected.append(MeshAttempt(mesh=candidate.mesh, cost=us, bound=candidate.bound_us,
                                          reason=f"{candidate}: {reason}"))
 
-    def _candidates(self, stages: int) -> Iterator[JointCandidate]:
-        limit = memory_limit(self.traces.options, self.cluster)
-        for mesh in self.decisions.stage_meshes(stages):
-            cost = self._cost(stages, mesh)
-            if cost is not None:
-                yield from (JointCandidate(stages, cost, count, limit) for count in self.decisions.microbatch_counts(mesh)
-                            if stages == 1 or count >= stages)
+    def _skip(self, candidate: JointCandidate, reason: str) -> None:
+        """Reject without a plan. The first one of each mesh, which has the lowest estimate, stands for the others."""
+        known = self.skipped.setdefault(tuple(candidate.mesh.items()), len(self.rejected))
+        if known == len(self.rejected):
+            self._reject(candidate, reason)
+            return
+        first = self.rejected[known]
+        bound = min(candidate.bound_us, first.bound if first.bound is not None else candidate.bound_us)
+        self.rejected[known] = first.model_copy(update={"bound": bound})
+
+    def _candidates(self) -> Iterator[JointCandidate]:
+        """All configurations. Costs on stages follow from those of a mesh with the same tensor axis on all devices."""
+        decisions, limit = self.decisions, memory_limit(self.traces.options, self.cluster)
+        first, *more = decisions.stage_counts()
+        costs = [cost for mesh in decisions.stage_meshes(first) if (cost := self._cost(first, mesh)) is not None]
+        floor_us = min((cost.compute_us for cost in costs), default=0.0) / first
+        for cost in costs:
+            yield from self._on_stages(first, cost, limit, floor_us)
+        of_tensor = {cost.tensor: cost for cost in costs}
+        for stages in more:
+            for mesh in decisions.stage_meshes(stages):
+                if (known := of_tensor.get(mesh.get(TENSOR_AXIS, 1))) is not None:
+                    yield from self._on_stages(stages, known.on(mesh), limit, floor_us)
+
+    def _on_stages(self, stages: int, cost: StageCost, limit: float, floor_us: float) -> Iterator[JointCandidate]:
+        for count in self.decisions.microbatch_counts(cost.mesh):
+            if stages == 1 or count >= stages:
+                for schedule in self.decisions.schedules(stages, count):
+                    yield JointCandidate(stages, cost, count, limit, schedule, floor_us)
 
     def _cost(self, stages: int, mesh: dict[str, int]) -> StageCost | None:
-        """Placements of the whole batch on the ranks of a stage; None where their parameters alone do not fit."""
+        """Placements of the whole batch on the ranks of a stage; None where their parameters alone do not fit, or where a few
+        layers do not represent the model."""
         options, folded = self.traces.options, self.folded
         cluster = cluster_of_stage(self.cluster, stages)
-        own = options.model_copy(update={"mesh": mesh or None, "memory_budget": None, "microbatches": 1, "recompute": {}})
+        own = options.model_copy(update={"mesh": mesh or None, "memory_budget": None, "microbatches": 1, "recompute": {},
+                                         "schedule": "auto", "virtual_stages": 1})
         part = self.allowance.part(LATER * self.allowance.seconds)
         try:
             planned = plan_graph(self.annotated, own, cluster, lifetimes=MemoryModel(0.0), allowance=part,
@@ -135,12 +197,12 @@ class JointSearch:
             return None
         except DepthsDiffer:
             return None
-        record = planned.record
-        bound = record.solver.bound
-        state = (2 + options.resident_states) * sum(self.traces.trained.values()) / cluster.world_size
+        record, trained = planned.record, sum(self.traces.trained.values())
         largest = max((nbytes for each in record.operations.values() for nbytes in each.result_bytes), default=0)
-        return StageCost(mesh, record.predicted.step_time_us, 0.0 if bound is None else bound,
-                         state, float(record.memory.activations), float(largest), self._whole_bytes())
+        return StageCost(
+            mesh, record.predicted.step_time_us, record.solver.bound or 0.0,
+            (2 + options.resident_states) * trained / cluster.world_size, float(record.memory.activations), float(largest),
+            self._whole_bytes(), _parameter_us(record), record.predicted.compute_us, trained)
 
     def _whole_bytes(self) -> float:
         graph = self.annotated.graph
@@ -150,7 +212,7 @@ class JointSearch:
         """The plan with the bound over all configurations that were considered."""
         bounds = [us, *(each.bound for each in self.rejected if each.bound is not None)]
         bound, gap = min(bounds), 1.0 - min(bounds) / us if us else 0.0
-        optimal = gap <= self.traces.options.gap
+        optimal = gap <= self.traces.options.gap and not self.allowance.is_over
         graphs = tuple(graph.model_copy(update={"solver": graph.solver.model_copy(update={
             "status": "optimal" if optimal else "feasible", "cost": us, "bound": bound, "gap": gap})}) for graph in plan.graphs)
         log.info("nothing was pinned: hpml chose the mesh %s, %s; it is at most %.1f %% above the bound of %s", candidate.mesh,
@@ -164,3 +226,9 @@ class JointSearch:
                            f"{len(self.rejected)}): {known.what}", self.refusal.where, known.next_step)
         error.smallest_budget_bytes, error.plan = known.smallest_budget_bytes, known.plan
         return error
+
+
+def _parameter_us(record: GraphPlan) -> float:
+    """Time of communication of parameters and their gradients."""
+    legs = step_graph(record, PlannedPrices(record)).legs
+    return sum(leg.multiplicity * hop.us for leg in legs if leg.gradient or leg.value in record.parameters for hop in leg.hops)

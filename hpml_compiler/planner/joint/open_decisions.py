@@ -1,32 +1,46 @@
-"""Decisions that the options leave open, and the candidates for them: stages, mesh of a stage, and microbatches."""
+"""Decisions that the options leave open: stages, mesh of a stage, microbatches and schedule."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 from hpml_compiler.options import Options
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, devices_of_stage
 from passes.errors import BadInput
 from passes.hardware.cluster import Cluster
+from passes.pipeline.schedule_orders import ScheduleName
 
-DATA_AXIS, TENSOR_AXIS = "dp", "tp"
-KEPT_OF_ALL = 0.1
-"""Rough part of the saved bytes that remains where layers save little more than their inputs."""
-LARGEST = 3.0
-"""Values as large as the largest that are in memory at its peak, such as logits, their softmax and their gradient."""
-ROOM = 0.9
-"""Part of a device's memory that an estimate may fill."""
+REPLICA_AXIS, DATA_AXIS, TENSOR_AXIS = "replica", "dp", "tp"
+"""Axes of a stage. Rows are split over the first two, parameters over the last two: the first is there where the sizes of the
+parameters do not divide by the number of devices that split the rows."""
+LARGE = 0.1
+"""Part of the bytes of the largest parameter from which a parameter should be split."""
+
+
+class OpenSchedule(NamedTuple):
+    """bubble: rough part of 1F1B's bubble that remains; in_flight: rough multiple of its saved values."""
+
+    name: ScheduleName
+    virtual_stages: int = 1
+    bubble: float = 1.0
+    in_flight: float = 1.0
+
+
+OPEN_SCHEDULES = (OpenSchedule("1f1b"), OpenSchedule("interleaved", 2, 0.5, 1.5), OpenSchedule("zero_bubble", 1, 0.4, 1.1))
+WITHOUT_STAGES, LOSS_OUTSIDE = OpenSchedule("1f1b"), OpenSchedule("gpipe")
 
 
 @dataclass(frozen=True)
 class OpenDecisions:
-    """Decisions that a search may make. rows: of the batch."""
+    """Decisions that a search may make. rows: of the batch. shapes: of the large parameters. at_once: backward of a microbatch
+    may follow its forward, since the loss is inside."""
 
     options: Options
     cluster: Cluster
     rows: int
+    shapes: Sequence[tuple[int, ...]] = ()
+    at_once: bool = True
 
     @property
     def any(self) -> bool:
@@ -61,79 +75,37 @@ class OpenDecisions:
         if self.options.mesh is not None:
             return [{name: size for name, size in self.options.mesh.items() if name != PP_AXIS}]
         devices = devices_of_stage(self.cluster, stages)
-        found = [{DATA_AXIS: devices.world_size // tensor, TENSOR_AXIS: tensor}
-                 for tensor in range(devices.devices_per_node, 0, -1)
-                 if devices.world_size % tensor == 0 and self.rows % (devices.world_size // tensor) == 0]
-        return [{name: size for name, size in mesh.items() if size > 1} for mesh in found]
+        return [self.axes(devices.world_size // tensor, tensor) for tensor in range(devices.devices_per_node, 0, -1)
+                if devices.world_size % tensor == 0 and self.rows % (devices.world_size // tensor) == 0]
+
+    def axes(self, data: int, tensor: int) -> dict[str, int]:
+        """Axes that split rows over `data` devices, of which as many as their sizes allow split parameters."""
+        splits = next(size for size in range(data, 0, -1)
+                      if data % size == 0 and all(any(dim % size == 0 for dim in shape) for shape in self.shapes))
+        named = {REPLICA_AXIS: data // splits, DATA_AXIS: splits} if splits > 1 else {DATA_AXIS: data}
+        return {name: size for name, size in (*named.items(), (TENSOR_AXIS, tensor)) if size > 1}
 
     def microbatch_counts(self, mesh: dict[str, int]) -> list[int]:
         """Numbers of microbatches that the rows of a rank divide into."""
         if not self.microbatches_are_open:
             return [self.options.microbatches]
-        own = max(self.rows // mesh.get(DATA_AXIS, 1), 1)
+        own = max(self.rows // rows_over(mesh), 1)
         return [count for count in range(1, own + 1) if own % count == 0]
 
-
-@dataclass(frozen=True)
-class StageCost:
-    """A stage mesh as if its ranks ran the full graph on the whole batch and saved everything. us: of the answer;
-    bound_us: no placements on this mesh take less. state_bytes: parameters, gradients and optimizer state, sharded over all
-    ranks; saved_bytes: all activations that backward reads; largest_bytes: of the largest value; whole_bytes: outputs besides
-    the loss, which are returned unsharded from a loop."""
-
-    mesh: dict[str, int]
-    us: float
-    bound_us: float
-    state_bytes: float
-    saved_bytes: float
-    largest_bytes: float
-    whole_bytes: float
+    def schedules(self, stages: int, microbatches: int) -> list[OpenSchedule]:
+        """Schedules that so many stages and microbatches may follow."""
+        options = self.options
+        if stages == 1:
+            return [WITHOUT_STAGES]
+        if options.schedule != "auto" or options.virtual_stages > 1:
+            known = {each.name: each for each in OPEN_SCHEDULES}
+            return [known.get(options.schedule_name, OpenSchedule(options.schedule_name))._replace(
+                virtual_stages=options.virtual_stages)]
+        if not self.at_once:
+            return [LOSS_OUTSIDE]
+        return [each for each in OPEN_SCHEDULES if each.name != "interleaved" or microbatches % stages == 0]
 
 
-@dataclass(frozen=True)
-class JointCandidate:
-    """One configuration. stages: 1 without a pipeline. limit: bytes of a device."""
-
-    stages: int
-    cost: StageCost
-    microbatches: int
-    limit: float
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        return {**({PP_AXIS: self.stages} if self.stages > 1 else {}), **self.cost.mesh}
-
-    @property
-    def bound_us(self) -> float:
-        """No step of this configuration takes less: its work is spread evenly over the stages, and recomputes nothing."""
-        return self.cost.bound_us / self.stages
-
-    def bytes_with(self, kept: float) -> float:
-        """Estimated bytes of a rank that saves this part of the activations."""
-        cost, in_loop = self.cost, self.stages > 1 or self.microbatches > 1
-        flight = min(self.stages, self.microbatches) / self.microbatches
-        return (cost.state_bytes / self.stages + flight * kept * cost.saved_bytes / self.stages
-                + LARGEST * cost.largest_bytes / self.microbatches + (cost.whole_bytes if in_loop else 0.0))
-
-    @property
-    def may_fit(self) -> bool:
-        return self.bytes_with(KEPT_OF_ALL) <= ROOM * self.limit
-
-    @cached_property
-    def us(self) -> float:
-        """Estimated time, in which everything that does not fit is recomputed."""
-        most, least = self.bytes_with(1.0), self.bytes_with(KEPT_OF_ALL)
-        again = min(max((most - ROOM * self.limit) / (most - least), 0.0), 1.0) if most > least else 0.0
-        bubble = (self.stages - 1) / self.microbatches
-        return self.cost.us / self.stages * (1.0 + bubble) * (1.0 + again / 3) * (1.0 + 1e-3 * self.microbatches)
-
-    def options(self, options: Options) -> Options:
-        """The options that pin this configuration."""
-        update: dict[str, Any] = {"mesh": self.mesh or None, "microbatches": self.microbatches}
-        if not options.chooses_saved:
-            update["memory_budget"] = int(self.limit)
-        return options.model_copy(update=update)
-
-    def __str__(self) -> str:
-        parts = [f"{self.stages} stages"] * (self.stages > 1) + [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
-        return " in ".join(parts) or "the whole batch at once"
+def rows_over(mesh: dict[str, int]) -> int:
+    """Number of ranks of a stage that rows are split over."""
+    return mesh.get(REPLICA_AXIS, 1) * mesh.get(DATA_AXIS, 1)

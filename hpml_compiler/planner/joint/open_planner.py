@@ -5,8 +5,9 @@ import logging
 
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
+from hpml_compiler.planner.graph.microbatching import loss_of
 from hpml_compiler.planner.joint.joint_search import JointSearch
-from hpml_compiler.planner.joint.open_decisions import OpenDecisions
+from hpml_compiler.planner.joint.open_decisions import LARGE, OpenDecisions
 from hpml_compiler.planner.offline_planner import plan_traces
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
@@ -29,21 +30,42 @@ def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
             raise short
         return plan_traces(traces, cluster)
     except Infeasible as refusal:
-        single = _single_graph(traces)
-        if single is None or not single[1].interface.training:
-            raise
-        folded, annotated = single
-        decisions = OpenDecisions(options, cluster, rows_of(annotated.graph.values))
-        if not decisions.any:
+        search = joint_search_of(traces, cluster, refusal)
+        if search is None:
             raise
         log.info("placements alone do not fit: %s; hpml searches over microbatches, recomputation and stages", refusal.what)
-        return JointSearch(traces, decisions, annotated, folded, refusal, WorkLimit(options.time_limit)).run()
+        return search.run()
 
 
-def _single_graph(traces: TracedModel) -> tuple[FewLayerTrace | None, AnalyzedGraph] | None:
+def joint_search_of(traces: TracedModel, cluster: Cluster, refusal: Infeasible | None = None) -> JointSearch | None:
+    """The search over what the options leave open; None where that is nothing, or where the model is no single training graph.
+    refusal: why planning without it failed."""
+    options = traces.options
+    single = _single_graph(traces, memory_limit(options, cluster))
+    if single is None or not single[1].interface.training:
+        return None
+    folded, annotated = single
+    decisions = OpenDecisions(options, cluster, rows_of(annotated.graph.values), _large_shapes(annotated),
+                              loss_of(annotated.gm) is not None)
+    if not decisions.any:
+        return None
+    refusal = refusal or Infeasible("no configuration was planned", "graph_0", "use more devices")
+    return JointSearch(traces, decisions, annotated, folded, refusal, WorkLimit(options.time_limit))
+
+
+def _large_shapes(annotated: AnalyzedGraph) -> list[tuple[int, ...]]:
+    """Shapes of the parameters that are worth splitting."""
+    parameters = [value for value in annotated.graph.values if value.kind == "parameter"]
+    largest = max((value.bytes for value in parameters), default=0)
+    return [tuple(value.spec.shape) for value in parameters if value.bytes >= LARGE * largest]
+
+
+def _single_graph(traces: TracedModel, limit: int) -> tuple[FewLayerTrace | None, AnalyzedGraph] | None:
     """The only graph of the model, with the whole batch at once, or the few layers that stand for it, and how many more there
-    are; None where the model has several."""
-    plain = traces.with_options(traces.options.model_copy(update={"memory_budget": None, "recompute": {}, "microbatches": 1}))
+    are, traced as for a plan within `limit` bytes; None where the model has several."""
+    options = traces.options
+    update = {"microbatches": 1} if options.chooses_saved else {"microbatches": 1, "memory_budget": limit}
+    plain = traces.with_options(options.model_copy(update=update))
     if plain.shortened is not None:
         return plain.shortened
     return (None, plain.whole[0]) if len(plain.whole) == 1 else None

@@ -95,7 +95,7 @@ def gather_choice_of(step: StepProblem, times: MicrobatchPlacement | None, plann
         return None
     record = planned.record if step.folded is None else step.folded.of_all_layers(planned.record)
     own, alone = options_of_stage(step.options), cluster_of_stage(step.cluster, step.options.stage_ranks)
-    return GatherChoice(record, step.annotated, times, alone, own, given)
+    return GatherChoice(record, step.annotated, times, alone, own, given, step.hurried)
 
 
 def cut_plan_of(step: StepProblem, times: MicrobatchPlacement | None, given: LoopGathers | None = None) -> MakesPlan:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,12 @@ from torch.nn import functional as F
 
 import hpml_compiler
 from hpml_compiler.options import Options
-from hpml_compiler.planner.joint.open_decisions import JointCandidate, OpenDecisions, StageCost
+from hpml_compiler.planner.joint.joint_candidate import JointCandidate, StageCost
+from hpml_compiler.planner.joint.open_decisions import OPEN_SCHEDULES, OpenDecisions
 from passes.errors import Infeasible
 from passes.hardware.cluster import Cluster
+from passes.pipeline.pipeline_schedule import make_schedule
+from passes.pipeline.pipeline_timeline import TimedStage, simulate_pipeline
 from tests.hpml_compiler.planner.test_offline_budget import EAGER
 from tests.passes.traced import transformer
 
@@ -101,9 +105,45 @@ def test_decisions_that_are_open():
     assert of().microbatch_counts({"dp": 2, "tp": 4}) == [1, 2, 4] and of(microbatches=3).microbatch_counts({}) == [3]
 
 
+def test_rows_are_split_over_more_devices_than_divide_the_parameters():
+    decisions = OpenDecisions(Options.parse({}), Cluster.parse("6x2:a100-80g"), 12, shapes=((16, 64), (64,)))
+    assert decisions.stage_meshes(1) == [{"replica": 3, "dp": 2, "tp": 2}, {"replica": 3, "dp": 4}]
+    assert decisions.microbatch_counts({"replica": 3, "dp": 2, "tp": 2}) == [1, 2]
+    assert OpenDecisions(Options.parse({}), Cluster.parse("3x1:cpu"), 3, shapes=((5,),)).stage_meshes(1) == [{"dp": 3}]
+
+
+def test_schedules_that_are_open():
+    def of(at_once: bool = True, stages: int = 2, microbatches: int = 4, **options) -> list[str]:
+        decisions = OpenDecisions(Options.parse(options), Cluster.parse("2x4:a100-80g"), 8, at_once=at_once)
+        return [each.name for each in decisions.schedules(stages, microbatches)]
+
+    assert of() == ["1f1b", "interleaved", "zero_bubble"] and of(stages=4, microbatches=6) == ["1f1b", "zero_bubble"]
+    assert of(at_once=False) == ["gpipe"] and len(of(stages=1)) == 1
+    assert of(mesh={"pp": 2}, schedule="zbv", virtual_stages=2) == ["zbv"]
+
+
 def test_more_microbatches_take_fewer_bytes_and_stages_a_bubble():
-    cost = StageCost({"dp": 2}, 100.0, 90.0, 10.0, 1000.0, 20.0, 5.0)
-    one, four, staged = (JointCandidate(*each, 500.0) for each in ((1, cost, 1), (1, cost, 4), (2, cost, 4)))
+    cost = StageCost({"dp": 4}, 100.0, 90.0, 10.0, 1000.0, 20.0, 5.0, 20.0, 60.0, 1.0)
+    own = cost.on({"dp": 2})
+    assert (own.us, own.saved_bytes, own.compute_us) == (180.0, 2000.0, 120.0), "twice the rows, and the same parameters"
+    one, four = JointCandidate(1, cost, 1, 500.0), JointCandidate(1, cost, 4, 500.0)
     assert four.bytes_with(1.0) < one.bytes_with(1.0) and four.us < one.us, "which recomputes more"
-    assert staged.mesh == {"pp": 2, "dp": 2} and staged.bound_us == 45.0 <= staged.us
-    assert str(one) == "the whole batch at once" and str(staged) == "2 stages in 4 microbatches"
+    plain, virtual, split = (JointCandidate(2, own, 4, 500.0, each, 60.0) for each in OPEN_SCHEDULES)
+    assert plain.mesh == {"pp": 2, "dp": 2} and str(plain) == "2 stages in 4 microbatches (1f1b)"
+    assert virtual.bound_us == split.bound_us == 60.0 < plain.bound_us <= plain.us and split.us < plain.us
+    assert str(one) == "the whole batch at once"
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (2, 8), (4, 4), (4, 16)])
+def test_no_cut_of_a_played_schedule_takes_less_than_the_bound(stages, microbatches):
+    cost = StageCost({"dp": 2}, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    rng = random.Random(stages * microbatches)
+    for _ in range(25):
+        parts = [rng.uniform(0.5, 2.0) for _ in range(stages)]
+        floor_us = microbatches * sum(parts) / stages
+        for schedule in OPEN_SCHEDULES:
+            table = make_schedule(schedule.name, stages, microbatches, schedule.virtual_stages)
+            times = [TimedStage(us / 3, 2 * us / 3, 0.0, 0.0, weight_us=us / 3 if table.splits_backward else None)
+                     for us in (parts if schedule.virtual_stages == 1 else [us / 2 for us in parts * 2])]
+            bound_us = JointCandidate(stages, cost, microbatches, 0.0, schedule, floor_us).bound_us
+            assert bound_us <= simulate_pipeline(table, times).step_us * (1 + 1e-9)

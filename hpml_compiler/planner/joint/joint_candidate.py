@@ -1,0 +1,128 @@
+"""One configuration of a step, with its estimated time and memory, and a lower bound of its time."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from hpml_compiler.options import Options
+from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, WITHOUT_STAGES, OpenSchedule, rows_over
+from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS
+
+KEPT_OF_ALL = 0.1
+"""Rough part of the saved bytes that remains where layers save little more than their inputs."""
+LARGEST = 3.0
+"""Values as large as the largest that are in memory at its peak, such as logits, their softmax and their gradient."""
+ROOM = 0.9
+"""Part of a device's memory that an estimate may fill."""
+IN_LOOP = 3.0
+"""Copies of unsharded parameters in a loop: themselves, their accumulated gradients, and those of one microbatch."""
+FORWARD = 1 / 3
+"""Part of a step that recomputing everything takes again."""
+STEEP = 5
+"""Power of the part that is not saved by which recomputed time grows: what is cheap to recompute is recomputed first."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A stage mesh as if its ranks ran the full graph on the whole batch and saved everything. us: of the answer, of which
+    parameter_us is communication of parameters and gradients, and compute_us computation;
+    bound_us: no placements on this mesh take less. state_bytes: parameters, gradients and optimizer state, sharded over all
+    ranks; saved_bytes: all activations that backward reads; largest_bytes: of the largest value; whole_bytes: outputs besides
+    the loss, which are returned unsharded from a loop; parameter_bytes: of all parameters, unsharded."""
+
+    mesh: dict[str, int]
+    us: float
+    bound_us: float
+    state_bytes: float
+    saved_bytes: float
+    largest_bytes: float
+    whole_bytes: float
+    parameter_us: float = 0.0
+    compute_us: float = 0.0
+    parameter_bytes: float = 0.0
+
+    @property
+    def tensor(self) -> int:
+        return self.mesh.get(TENSOR_AXIS, 1)
+
+    def on(self, mesh: dict[str, int]) -> StageCost:
+        """The same on the fewer ranks of one of several stages, each of which has more rows."""
+        more = rows_over(self.mesh) / rows_over(mesh)
+        return replace(self, mesh=mesh, us=(self.us - self.parameter_us) * more + self.parameter_us, bound_us=0.0,
+                       state_bytes=self.state_bytes * more, saved_bytes=self.saved_bytes * more,
+                       largest_bytes=self.largest_bytes * more, compute_us=self.compute_us * more)
+
+
+@dataclass(frozen=True)
+class JointCandidate:
+    """One configuration. stages: 1 without a pipeline. limit: bytes of a device. floor_us: least work of a rank."""
+
+    stages: int
+    cost: StageCost
+    microbatches: int
+    limit: float
+    schedule: OpenSchedule = WITHOUT_STAGES
+    floor_us: float = 0.0
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {**({PP_AXIS: self.stages} if self.stages > 1 else {}), **self.cost.mesh}
+
+    @property
+    def in_loop(self) -> bool:
+        return self.stages > 1 or self.microbatches > 1
+
+    @property
+    def bound_us(self) -> float:
+        """No step of this configuration takes less. Stages: whatever is recomputed or sent, each microbatch goes through the
+        stages before a rank's own, and back; with t the time of all stages for one microbatch, no cut is below
+        t / (1 - (1 - 1/m)^p) (each rank has m times its own work, besides that of the ranks before it). Where a rank has
+        several stages, or backward is split, only the work itself is counted."""
+        if self.stages == 1:
+            return max(self.cost.bound_us, self.floor_us)
+        m, p = self.microbatches, self.stages
+        if self.schedule.virtual_stages > 1 or self.schedule.bubble < 1:
+            return self.floor_us
+        return self.floor_us * p / m / (1.0 - (1.0 - 1.0 / m) ** p)
+
+    def bytes_with(self, kept: float, gathered: bool = False) -> float:
+        """Estimated bytes of a rank that saves this part of the activations. gathered: parameters are gathered once."""
+        cost = self.cost
+        flight = min(self.schedule.in_flight * min(self.stages, self.microbatches) / self.microbatches, 1.0)
+        unsharded = IN_LOOP * cost.parameter_bytes / cost.tensor if gathered and self.in_loop else 0.0
+        return (max(cost.state_bytes, unsharded) / self.stages + flight * kept * cost.saved_bytes / self.stages
+                + LARGEST * cost.largest_bytes / self.microbatches + (cost.whole_bytes if self.in_loop else 0.0))
+
+    @property
+    def may_fit(self) -> bool:
+        return self.bytes_with(KEPT_OF_ALL) <= ROOM * self.limit
+
+    @cached_property
+    def us(self) -> float:
+        """Estimated time, in which everything that does not fit is recomputed, and where unsharded parameters do not fit, they
+        are gathered in each microbatch."""
+        return min(self._us(gathered) for gathered in (True, False)
+                   if not gathered or self.bytes_with(KEPT_OF_ALL, True) <= ROOM * self.limit)
+
+    def _us(self, gathered: bool) -> float:
+        most, least = self.bytes_with(1.0, gathered), self.bytes_with(KEPT_OF_ALL, gathered)
+        again = min(max((most - ROOM * self.limit) / (most - least), 0.0), 1.0) if most > least else 0.0
+        bubble = self.schedule.bubble * (self.stages - 1) / self.microbatches
+        times = 1 if gathered or not self.in_loop else self.microbatches
+        work = (self.cost.us - self.cost.parameter_us) * (1.0 + bubble) * (1.0 + FORWARD * again ** STEEP)
+        return (work * (1.0 + 1e-3 * self.microbatches) + times * self.cost.parameter_us) / self.stages
+
+    def options(self, options: Options) -> Options:
+        """The options that pin this configuration."""
+        update: dict[str, Any] = {"mesh": self.mesh or None, "microbatches": self.microbatches}
+        if self.stages > 1:
+            update |= {"schedule": self.schedule.name, "virtual_stages": self.schedule.virtual_stages}
+        if not options.chooses_saved:
+            update["memory_budget"] = int(self.limit)
+        return options.model_copy(update=update)
+
+    def __str__(self) -> str:
+        parts = [f"{self.stages} stages"] * (self.stages > 1) + [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
+        how = f" ({self.schedule.name})" if self.stages > 1 else ""
+        return " in ".join(parts) + how if parts else "the whole batch at once"
