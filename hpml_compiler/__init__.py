@@ -17,15 +17,18 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see `_WHERE`
     from hpml_compiler.runtime.dtensor.state_dicts import full_state_dict
     from hpml_compiler.session.session import last_plan
     from hpml_compiler.session.session import reset_process as reset
+    from hpml_compiler.weights.meta_models import initialize
+    from hpml_compiler.weights.whole_weights import load, save
 
-__all__ = ["Checkpointer", "Plan", "distribute", "distribute_batch", "full_state_dict", "last_plan", "last_report",
-           "last_stages", "one_device", "plan", "reset"]
+__all__ = ["Checkpointer", "Plan", "distribute", "distribute_batch", "full_state_dict", "initialize", "last_plan",
+           "last_report", "last_stages", "load", "one_device", "plan", "reset", "save"]
 
 _WHERE = {
     "Checkpointer": "checkpoints.checkpointer.Checkpointer", "Plan": "plan_api.model_plan.Plan",
     "distribute": "runtime.batch.distributed_loader.distribute",
     "distribute_batch": "runtime.batch.distributed_loader.distribute_batch",
-    "full_state_dict": "runtime.dtensor.state_dicts.full_state_dict", "last_plan": "session.session.last_plan",
+    "full_state_dict": "runtime.dtensor.state_dicts.full_state_dict", "initialize": "weights.meta_models.initialize",
+    "last_plan": "session.session.last_plan", "load": "weights.whole_weights.load", "save": "weights.whole_weights.save",
     "last_report": "run_reports.last_report", "last_stages": "run_reports.last_stages",
     "one_device": "integrations.accelerate.one_device", "plan": "api.plan", "reset": "session.session.reset_process",
 }

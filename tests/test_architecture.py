@@ -38,7 +38,7 @@ LAYERS = {
         ("energy", "integrations"),
         ("monitor",),
         ("session",),
-        ("checkpoints", "run_reports", "profile", "instruments"),
+        ("checkpoints", "run_reports", "weights", "profile", "instruments"),
         ("compile", "api"),
         ("backend", "instruments.calibration"),
         ("commands",),

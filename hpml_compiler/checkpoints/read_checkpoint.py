@@ -3,20 +3,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
 
 from hpml_compiler.checkpoints.checkpoint_folder import CheckpointFolder, name_of
 from hpml_compiler.checkpoints.manifest import STATE, Damage, Manifest, damage, read_manifest
-from hpml_compiler.runtime.placements.unsharded_params import invalidate
 from hpml_compiler.runtime.process.world_group import from_all_ranks, this_rank, world_size
-from hpml_compiler.runtime.weights.safetensors_files import DTYPES, SafetensorsReader
-from passes import compat
+from hpml_compiler.runtime.weights.block_reader import read_blocks
+from hpml_compiler.runtime.weights.safetensors_files import DTYPES
 from passes.errors import BadInput
 
 log = logging.getLogger("hpml")
@@ -70,16 +66,4 @@ class CheckpointReader:
 
     def load(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Fill tensors, or this rank's parts of them, by full name. Shapes are those of the checkpoint."""
-        invalidate(targets.values())
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with compat.plain_torch_functions(), torch.no_grad():
-            planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
-            by_file: dict[str, list[tuple[str, ReadItem]]] = defaultdict(list)
-            for item in planner.create_local_plan().items:
-                path, key = self._files[item.storage_index]
-                by_file[path].append((key, item))
-            for path, items in by_file.items():
-                with self._folder.read(name_of(self.manifest.step), path) as stream:
-                    reader = SafetensorsReader(stream, path)
-                    for key, item in items:
-                        planner.resolve_tensor(item).detach().copy_(reader.read(key, item.storage_offsets, item.lengths))
+        read_blocks(targets, self._metadata, self._files, lambda path: self._folder.read(name_of(self.manifest.step), path))
