@@ -42,6 +42,7 @@ class RunState:
 
     def collect(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
         """Tensors by name, the state without them, and this rank's own state (random states, position in the data)."""
+        self._check_memory()
         encoder = StateEncoder()
         state: dict[str, Any] = {"model": {}}
         for name, value in _own_names(self.model.state_dict()).items():
@@ -82,6 +83,7 @@ class RunState:
 
     def restore(self, reader: CheckpointReader) -> None:
         """Load a checkpoint into the objects. Raises BadInput, before anything is changed, if it is of other objects."""
+        self._check_memory()
         state = reader.state
         whole = _own_names(self.model.state_dict())
         tensors = {name: value for name, value in whole.items() if isinstance(value, torch.Tensor)}
@@ -103,6 +105,12 @@ class RunState:
         if self.loader is not None:
             self.loader.load_state_dict(decode(ranks[min(this_rank(), len(ranks) - 1)]["loader"], {}))
         restore_random_states(states_of_rank(saved_random, this_rank(), world_size()))
+
+    def _check_memory(self) -> None:
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                raise BadInput(f"{name} is on the meta device: it has no memory", CALLED,
+                               "call hpml_compiler.initialize(model) or hpml_compiler.load(model, folder) before")
 
     def _check(self, reader: CheckpointReader, tensors: Mapping[str, torch.Tensor]) -> None:
         where, state = f"checkpoint of step {reader.manifest.step}", reader.state

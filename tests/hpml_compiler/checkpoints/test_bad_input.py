@@ -116,6 +116,15 @@ def test_state_that_needs_pickle(tmp_path, value, message):
     assert "extra/mine.value" in raised.value.where
 
 
+def test_a_model_without_memory(tmp_path):
+    saved(tmp_path)
+    with torch.device("meta"):
+        checkpointer = made(tmp_path, nn.Linear(4, 4))
+    for call in (checkpointer.resume, lambda: checkpointer.save(0)):
+        with pytest.raises(BadInput, match="weight is on the meta device"):
+            call()
+
+
 def test_tensors_without_a_name_in_safetensors(tmp_path):
     with pytest.raises(BadInput, match="complex128"):
         made(tmp_path, extra={"mine": Counter(torch.zeros(2, dtype=torch.complex128))}).save(0, wait=True)
