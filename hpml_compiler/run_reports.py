@@ -1,10 +1,14 @@
 """`hpml_compiler.last_report` and `last_stages`: measured against predicted time and memory of the current run."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpml_compiler.monitor.report import Report
 from hpml_compiler.monitor.stage_monitor import STAGES_ARE_MEASURED, StagesReport
+from hpml_compiler.runtime.outputs.loss_memory import LossMemories
 from hpml_compiler.session import session
 from passes.errors import BadInput
+from passes.session_state import state_of
 
 
 def last_report() -> Report:
@@ -17,7 +21,7 @@ def last_report() -> Report:
     if report is None:
         raise BadInput("no training step was measured yet", "last_report",
                        "train for a few steps, on several ranks and without the option monitor=False")
-    return report
+    return replace(report, losses=tuple(line for each in state_of(LossMemories) if (line := each.described())))
 
 
 def last_stages() -> StagesReport:

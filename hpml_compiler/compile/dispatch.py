@@ -13,6 +13,7 @@ from hpml_compiler.compile.inputs.unsupported_graphs import check_supported, war
 from hpml_compiler.compile.recompile_limit import note_function
 from hpml_compiler.compile.single_device import compile_single_device
 from hpml_compiler.compile.wrapper.deferred_outputs import with_outputs_of_ranks
+from hpml_compiler.compile.wrapper.loss_of_script import LossOfScript
 from hpml_compiler.compile.wrapper.runtime_wrapper import for_calls_on_outputs
 from hpml_compiler.integrations.ddp_fsdp_guard import refuse_other_wrappers, watch_compiled_modules
 from hpml_compiler.monitor import tensorboard_scalars
@@ -51,15 +52,16 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         init_device(example_inputs)
         check_supported(gm)
         note_function()
+        waits = LossOfScript(gm, example_inputs, options, compile_graph)
         if not defers or not defers_outputs(options):
-            return _compile_for_ranks(gm, example_inputs, options)
+            return waits.around(_compile_for_ranks(gm, example_inputs, options))
 
         def whole(graph: GraphModule) -> Callable[..., Any]:
             return torch.compile(graph.forward, backend=functools.partial(compile_graph, options=options, defers=False),
                                  dynamic=False)
 
         compile_ = functools.partial(_compile_for_ranks, options=options)
-        return with_outputs_of_ranks(gm, example_inputs, compile_, whole, for_calls_on_outputs(options))
+        return waits.around(with_outputs_of_ranks(gm, example_inputs, compile_, whole, for_calls_on_outputs(options)))
 
 
 def _compile_for_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:

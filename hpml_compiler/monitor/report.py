@@ -60,6 +60,9 @@ class Report:
     energy_source: str = ""
     rival_us: float | None = None
     """Predicted µs by which the best plan on another mesh is slower; None if there was no other."""
+    losses: tuple[str, ...] = ()
+    """For each graph that returns no loss: the call in the script by which its loss became part of the step, or the reason why
+    it did not."""
 
     @property
     def could_be_another_plan(self) -> bool:
@@ -76,7 +79,7 @@ class Report:
 
     def text(self) -> str:
         """The report as one line."""
-        return f"{self._time_and_memory()}{self._energy()}"
+        return "; ".join((f"{self._time_and_memory()}{self._energy()}", *self.losses))
 
     def _energy(self) -> str:
         found = [] if self.energy_j is None else [f"predicted {self.energy_j:.4g} J (estimated)"]

@@ -147,7 +147,7 @@ def graph_inputs(gm: GraphModule, values: Sequence[Any], placeable: Container[in
     """Every input of a Dynamo graph, from its value and its Dynamo source. placeable: positions of the parameters that
     the runtime can shard; None: all."""
     found = []
-    for position, (value, source) in enumerate(zip(values, compat.input_sources(gm), strict=True)):
+    for position, (value, source) in enumerate(zip(values, compat.naming_sources(gm), strict=True)):
         kind = _kind(value, "" if source is None else compat.source_name(source))
         found.append(GraphInput(parameter_name(source), kind, bool(getattr(value, "requires_grad", False)),
                                 kind == "parameter" if placeable is None else position in placeable))

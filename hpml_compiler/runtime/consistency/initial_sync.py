@@ -1,10 +1,11 @@
 """Broadcast parameters, buffers and RNG state from rank 0 where ranks differ."""
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,3 +152,17 @@ def _same_generators() -> bool:
 def generator_states() -> list[torch.Tensor]:
     """RNG states of the CPU and, if it computes, of the current CUDA device; does not synchronize."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device_type() == "cuda" else [])]
+
+
+@contextlib.contextmanager
+def drawing_as(states: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Context in which random numbers are drawn from these states of the generators; none: from the current ones."""
+    if not states:
+        yield
+        return
+    devices = [torch.cuda.current_device()] if len(states) > 1 else []
+    with torch.random.fork_rng(devices):
+        torch.set_rng_state(states[0])
+        if devices:
+            torch.cuda.set_rng_state(states[1])
+        yield

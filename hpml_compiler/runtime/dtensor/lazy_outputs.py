@@ -33,12 +33,14 @@ READING = ("this output of the model is sharded, and its first use gathers it fr
 
 class OutputState:
     """State shared by an output and its detached copies: a description and, after the first use of any of them, the full
-    tensor, without a gradient. recorder: records calls on it; None where they gather it."""
+    tensor, without a gradient. recorder: records calls on it; None where they gather it. maker: what makes later calls of
+    its graph wait for the loss."""
 
-    __slots__ = ("data", "gradient", "looked_at", "recorder", "thread", "what")
+    __slots__ = ("data", "gradient", "looked_at", "maker", "recorder", "thread", "what")
 
-    def __init__(self, what: str, gradient: InputCheck | None, recorder: Any = None) -> None:
+    def __init__(self, what: str, gradient: InputCheck | None, recorder: Any = None, maker: Any = None) -> None:
         self.what, self.gradient, self.thread, self.recorder = what, gradient, threading.current_thread(), recorder
+        self.maker = maker
         self.data: torch.Tensor | None = None
         self.looked_at: torch.Tensor | None = None
 
@@ -142,7 +144,7 @@ class LazyOutput(PlacedTensor):
         if made.device != part.device or made.stride() != part.stride() or made.is_pinned() != part.is_pinned():
             return None
         shared: OutputState = vars(self)["shared"]
-        shared = shared if name == "detach" else OutputState(shared.what, shared.gradient, shared.recorder)
+        shared = shared if name == "detach" else OutputState(shared.what, shared.gradient, shared.recorder, shared.maker)
         return lazy_output(made, _spec_like(self._spec, made), shared)
 
     def detached(self, func: Callable[..., Any]) -> LazyOutput:

@@ -37,6 +37,13 @@ def can_be_watched() -> bool:
     return compat.watch_parameter_data(_before_data)
 
 
+def watch_changes(calls: Any) -> None:
+    """Call `copy()` of this object before an optimizer's step, and `note_data(parameter)` before a use of a parameter's
+    `.data`, while it lives."""
+    can_be_watched()
+    state_of(_Living).add(calls)
+
+
 def _before_step(*_: Any) -> None:
     if not torch.compiler.is_compiling():  # a compiled step runs after backward, at whose end copies were made
         for kept in list(state_of(_Living)):

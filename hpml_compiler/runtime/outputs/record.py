@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from hpml_compiler.runtime.outputs.call_keys import NotRecordable, Ref, encode, identity_of, values_key
 from hpml_compiler.runtime.outputs.call_modes import Modes, is_unread, nbytes
 from hpml_compiler.runtime.outputs.kept_inputs import KeptInputs, refusing_gradients
-from hpml_compiler.runtime.outputs.recorded_call import RecordedCall, RecordedValue
+from hpml_compiler.runtime.outputs.recorded_call import RecordedCall, RecordedValue, compile_calls
 from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
 from hpml_compiler.runtime.watchdog.barrier_check import EVERY_CALLS, require_all_ranks
 from passes import compat
@@ -149,8 +149,7 @@ class CallRecord:
                 placed), Ref(number)
 
     def _results(self, call: RecordedCall, operands: Mapping[int, Any], stand_in: Callable[[CallRecord, int], Any]) -> Any:
-        found = dict(operands)
-        at_once = []
+        found, at_once = dict(operands), []
         for k in dict.fromkeys(call.results):
             if k in operands:  # the call returned its operand
                 continue
@@ -198,7 +197,8 @@ class CallRecord:
             self._become(self._values_of([number]))
         else:  # they share memory
             base = self._values_of([root])[root]
-            base = to_full_tensor(base)
+            if any(k != root and self.at.maker(k).name() != "detach" for k in together):
+                base = to_full_tensor(base)
             self._become(self._replayed(together, {root: base}))
 
     def read_all(self) -> None:
@@ -250,8 +250,8 @@ class CallRecord:
             return self._replayed(wanted, {})
         self._meet(every=EVERY_CALLS if graph.is_compiled else 0)
         with compat.outside_transforms(), self.modes.again():
-            small = all(nbytes(self.values[k].fake) <= SMALL_BYTES for k in wanted)
-            made = graph.compiled([self._argument(k) for k in graph.inputs], self.options, small)
+            made = graph.compiled([self._argument(k) for k in graph.inputs], functools.partial(
+                compile_calls, options=self.options, whole=all(nbytes(self.values[k].fake) <= SMALL_BYTES for k in wanted)))
         if gradients and made is not None:
             self._passed |= graph.between
         return self._replayed(wanted, {}) if made is None else dict(zip(wanted, made, strict=True))

@@ -27,7 +27,10 @@ outputs."""
 
 
 class CompiledRecords(Counter[Hashable]):
-    """Graphs that were compiled for calls on sharded outputs, by the names of the functions."""
+    """Graphs that were compiled for calls on sharded outputs, by the names of the functions. are_running: while one is called,
+    or compiled for a call."""
+
+    are_running = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class RecordedCall:
 
 class RecordGraph:
     """The calls that the wanted values need, compiled when they are needed for the second time, or at once for gradients.
-    inputs: numbers of the values that they start from; between: of those on the way. is_known: True once they were needed."""
+    inputs: numbers of the values that they start from; between: of those on the way. is_known: True once they were needed.
+    reason: why they are not compiled."""
 
     def __init__(self, path: Sequence[RecordedCall], wanted: tuple[int, ...], values: Sequence[RecordedValue]) -> None:
         self.wanted, self.is_known = wanted, False
@@ -127,7 +131,7 @@ class RecordGraph:
         self.inputs = sorted(k for k in used.union(wanted) if values[k].is_input)
         self.between = frozenset(k for call in self._calls for k in call.made).difference(wanted)
         self._function: Callable[..., Any] | None = None
-        self._runs_as_today = False
+        self._runs_as_today, self.reason = False, ""
 
     @property
     def is_compiled(self) -> bool:
@@ -147,19 +151,18 @@ class RecordGraph:
             found.update(zip(call.results, compat.pytree.tree_leaves(made), strict=True))
         return {k: value(k) for k in self.wanted}
 
-    def compiled(self, arguments: Sequence[Any], options: str, whole: bool) -> Sequence[Any] | None:
-        """The wanted values, from a compiled graph; None if these calls are not compiled. whole: results are small."""
+    def compiled(self, arguments: Sequence[Any], compile_: Callable[[GraphModule], Callable[..., Any]]) -> Sequence[Any] | None:
+        """The wanted values, from a graph that `compile_` compiles; None if these calls are not compiled."""
         if self._runs_as_today:
             return None
-        first = self._function is None
+        first, counts = self._function is None, state_of(CompiledRecords)
         if self._function is None:
             names = tuple(call.name() for call in self._calls)
-            counts = state_of(CompiledRecords)
             if counts[names] >= MOST_GRAPHS:
                 return self._as_today(f"{counts[names]} graphs were compiled for other shapes or numbers")
             counts[names] += 1
-            given = {**json.loads(options), **({"outputs": "whole"} if whole else {})}
-            self._function = torch.compile(self._module().forward, backend="hpml", options=given, dynamic=False)
+            self._function = compile_(self._module())
+        outer, counts.are_running = counts.are_running, True
         try:
             with compat.keeping_saved_values():  # also where Dynamo compiles it again
                 return self._function(*arguments)
@@ -171,9 +174,11 @@ class RecordGraph:
             if not first or not compat.is_compile_error(error):
                 raise
             return self._as_today(f"{type(reason).__name__}: {reason}".splitlines()[0])
+        finally:
+            counts.are_running = outer
 
     def _as_today(self, reason: str) -> None:
-        self._runs_as_today = True
+        self._runs_as_today, self.reason = True, reason
         log.info("%s on sharded outputs runs on gathered ones: %s", self._calls[-1].name(), reason)
 
     def _module(self) -> GraphModule:
@@ -192,6 +197,12 @@ class RecordGraph:
                 nodes[k] = made if call.nest.is_leaf() else graph.call_function(operator.getitem, (made, place))
         graph.output(tuple(nodes[k] for k in self.wanted))
         return GraphModule(torch.nn.Module(), graph)
+
+
+def compile_calls(module: GraphModule, options: str, whole: bool) -> Callable[..., Any]:
+    """Compile a graph of calls on outputs. options: as JSON. whole: its results are small."""
+    given = {**json.loads(options), **({"outputs": "whole"} if whole else {})}
+    return torch.compile(module.forward, backend="hpml", options=given, dynamic=False)
 
 
 def _needed(calls: Sequence[RecordedCall], wanted: Sequence[int], known: Any) -> list[RecordedCall]:

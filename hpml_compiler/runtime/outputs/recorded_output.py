@@ -22,7 +22,7 @@ from passes.session_state import state_of
 _CHANGING = frozenset(("retain_grad", "register_hook", "register_post_accumulate_grad_hook", "untyped_storage", "storage",
                        "data_ptr", "__dlpack__", "__setitem__", "requires_grad_", "numpy", "__array__", "set_"))
 """Uses for which it must be a tensor like any other: with a place among the gradients, or memory that it shares."""
-_LIKES = frozenset(("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
+LIKES = frozenset(("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones",
                     "new_full", "new_empty", "new_tensor"))
 """Functions that need the shape alone."""
 
@@ -75,7 +75,7 @@ class RecordedOutput(DeferredOutput):
         if outputs and name != "detach":
             for each in outputs:
                 each.read()
-            return func(*map_tensors(_plain, args), **map_tensors(_plain, kwargs))
+            return func(*map_tensors(plain, args), **map_tensors(plain, kwargs))
         made = recorded(func, name, args, kwargs)
         if made is not NotImplemented:
             if outputs and isinstance(made, RecordedOutput):
@@ -84,7 +84,7 @@ class RecordedOutput(DeferredOutput):
         with compat.plain_torch_functions():
             operands = tensors_in((args, kwargs))
         before_use(func, name, args, kwargs, operands)
-        return func(*map_tensors(_plain, args), **map_tensors(_plain, kwargs))
+        return func(*map_tensors(plain, args), **map_tensors(plain, kwargs))
 
 
 def _wrapper(kind: type, fake: torch.Tensor) -> Any:
@@ -111,7 +111,8 @@ def _leaf() -> torch.Tensor:
     return torch.zeros((), requires_grad=True)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that stands behind a result that was computed; others as they are."""
     return vars(tensor).get("value", tensor) if isinstance(tensor, RecordedOutput) else tensor
 
 
@@ -119,7 +120,7 @@ def value_of(value: Any) -> Any:
     """The value of a recorded output, for what takes tensors without `__torch_function__`; other objects as they are."""
     if isinstance(value, RecordedOutput) and "record" in vars(value):
         value.read(as_today=True)
-        return _plain(value)
+        return plain(value)
     return value
 
 
@@ -142,7 +143,7 @@ def changes(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, 
     return bool(kwargs.get("create_graph", args[name == "grad" and 4 or 3:][:1] == (True,)))
 
 
-def _on_the_way(name: str, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def on_the_way(name: str, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Operands that need a place among the gradients: with hooks, or whose gradients are asked for."""
     if name in ("retain_grad", "register_hook"):
         return [args[0]]
@@ -155,7 +156,7 @@ def before_use(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[st
     """Compute what a call that is not recorded reads, and what must not see what it, or a view that it returns, may change."""
     living = state_of(AllRecords).living
     as_today = bool(living) and changes(func, name, args, kwargs)
-    for each in _on_the_way(name, args, kwargs):
+    for each in on_the_way(name, args, kwargs):
         if isinstance(each, RecordedOutput) and "value" not in vars(each):
             each.record.read_between(each.number, name)
     for each in operands:
@@ -167,10 +168,15 @@ def before_use(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[st
             record.read_all()
 
 
+def recordable_now() -> bool:
+    """True where calls may run later than they are made."""
+    return not (compat.inside_transform() or compat.inside_backward() or compat.dispatch_is_watched() or compat.is_tracing()
+                or torch.is_inference_mode_enabled() or compat.inside_autograd_function())
+
+
 def recorded(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Offer a call with a sharded or recorded operand to the record. NotImplemented if it runs as today."""
-    if compat.inside_transform() or compat.inside_backward() or compat.dispatch_is_watched() or compat.is_tracing() or \
-            torch.is_inference_mode_enabled() or compat.inside_autograd_function():
+    if not recordable_now():
         return NotImplemented
     with compat.plain_torch_functions():
         operands = tensors_in((args, kwargs))
@@ -178,7 +184,7 @@ def recorded(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str,
         unread = [x for x in operands if is_unread(x)]
     if not ours and not any(nbytes(x) > SMALL_BYTES and vars(x)["shared"].recorder for x in unread):
         return NotImplemented
-    if name in _LIKES and operands == [args[0]]:
+    if name in LIKES and operands == [args[0]]:
         return func(torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device=args[0].device),
                     *args[1:], **kwargs)
     if ours:
@@ -194,7 +200,7 @@ def recorded(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str,
     def operand(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, RecordedOutput) and vars(tensor)["record"] is not record:
             tensor.read()
-        tensor = _plain(tensor)
+        tensor = plain(tensor)
         whole = not is_unread(tensor) and "shared" in vars(tensor)
         return tensor.used() if whole else tensor  # type: ignore[attr-defined]
 

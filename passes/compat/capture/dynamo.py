@@ -183,6 +183,12 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def as_one_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: Dynamo writes a call of this function into its graph as one node, without a look at its code."""
+    torch._dynamo.allow_in_graph(function)
+    return function
+
+
 def break_graph(reason: str) -> None:
     """Break the graph when traced by Dynamo; with fullgraph=True an error that gives the reason."""
     torch._dynamo.graph_break(msg=reason)

@@ -6,11 +6,24 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 
+_NAMED_BY = "hpml_named_by"
+
 
 def input_sources(gm: torch.fx.GraphModule) -> list[Any]:
     """Dynamo's source of each graph input, in order; None for an input that Dynamo made."""
     arguments = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
     return [None if argument is None else argument.source for argument in arguments]
+
+
+def naming_sources(gm: torch.fx.GraphModule) -> list[Any]:
+    """The sources by which inputs are named: for those of an inlined graph, the sources that it had by itself."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [node.meta.get(_NAMED_BY, source) for node, source in zip(placeholders, input_sources(gm), strict=True)]
+
+
+def name_by(node: Any, source: Any) -> None:
+    """Name a graph input by another source than Dynamo's."""
+    node.meta[_NAMED_BY] = source
 
 
 def source_name(source: Any) -> str:

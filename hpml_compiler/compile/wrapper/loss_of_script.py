@@ -1,0 +1,122 @@
+"""The script's loss as a part of the step: the graph of a model without a loss waits for the script's calls on its outputs, and
+is compiled with them (`hpml_compiler.runtime.outputs.loss_memory`)."""
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from hpml_compiler.options import Options
+from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
+from hpml_compiler.runtime.outputs.call_modes import nbytes
+from hpml_compiler.runtime.outputs.loss_memory import TAKEN, LossMemory, OpenCalls
+from hpml_compiler.runtime.outputs.record import SMALL_BYTES
+from hpml_compiler.runtime.outputs.recorded_call import CompiledRecords
+from hpml_compiler.runtime.outputs.step_calls import StepCalls
+from hpml_compiler.runtime.outputs.step_output import StepOutput
+from hpml_compiler.session import session
+from passes import compat
+from passes.graph.fx_nodes import returned_nodes
+from passes.graph.graph_copy import copy_graph
+from passes.session_state import state_of
+from passes.transforms.outputs.inline_graph import inline_graph
+
+log = logging.getLogger("hpml")
+Call = Callable[..., Any]
+
+
+class LossOfScript:
+    """Makes the calls of one Dynamo graph wait. To be created before the graph is compiled, which changes it. compile_graph:
+    the backend."""
+
+    def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options, compile_graph: Call) -> None:
+        self.options, self.compile_graph = options, compile_graph
+        if not state_of(CompiledRecords).are_running:
+            for x in given:
+                maker = vars(x)["shared"].maker if isinstance(x, LazyOutput) and "shared" in vars(x) else None
+                if maker is not None:
+                    maker.stop(TAKEN)
+        self.copy = copy_graph(gm) if _can_wait(gm, given, options) else None
+        self.sources = compat.input_sources(gm)
+
+    def around(self, call: Call) -> Call:
+        """Wrap the compiled graph."""
+        if self.copy is None:
+            return _after_open_calls(call)
+        graph, made = self.copy, session.current()
+
+        @compat.as_one_call
+        def leaf(*args: Any) -> tuple[Any, ...]:
+            return tuple(graph(*args))
+
+        leaf.__name__ = f"graph_{len(made.graphs) + len(made.unplanned) - 1}"
+        if self.options.stage_ranks > 1:
+            log.info("%s returns no loss, so its first steps run as GPipe: once the script's loss is known, it is part of the "
+                     "schedule", leaf.__name__)
+        memory = LossMemory(leaf.__name__, call, leaf, functools.partial(self._compiled, leaf))
+
+        @compat.untraced
+        def wait(*args: Any) -> Any:
+            state_of(OpenCalls).settle("another call of a compiled model")
+            if not memory.can_wait(args):
+                return call(*args)
+            if memory.first is None:
+                return memory.look(args)
+            if memory.to_agree:
+                memory.agree()
+            if memory.stopped:
+                return call(*args)
+            calls = StepCalls(memory, memory.first, args)
+            if not memory.losses:
+                calls.learn("")
+            return calls.outputs(StepOutput)
+
+        return wait
+
+    def _compiled(self, leaf: Call, module: GraphModule) -> Call:
+        """Compile a graph that has this one as a call, and whose first result is the loss: the others have no gradient."""
+        output = module.graph.output_node()
+        results: Any = output.args[0]
+        with module.graph.inserting_before(output):
+            output.args = ((results[0], *[module.graph.call_method("detach", (node,)) for node in results[1:]]),)
+        module.recompile()
+        return torch.compile(module.forward, backend=functools.partial(self._compile, leaf), dynamic=False)
+
+    def _compile(self, leaf: Call, gm: GraphModule, example_inputs: Sequence[Any]) -> Call:
+        assert self.copy is not None
+        given = compat.original_inputs(example_inputs)
+        inline_graph(gm, leaf, self.copy, self.sources)
+        return self.compile_graph(gm, given, self.options)
+
+
+def _after_open_calls(call: Call) -> Call:
+    @compat.untraced
+    def after(*args: Any) -> Any:
+        if not state_of(CompiledRecords).are_running:
+            state_of(OpenCalls).settle("another call of a compiled model")
+        return call(*args)
+
+    return after
+
+
+def _can_wait(gm: GraphModule, given: Sequence[Any], options: Options) -> bool:
+    """True for a graph without a loss, of fixed sizes, that is trained: with loops or stages, which its loss changes, or large
+    outputs."""
+    if state_of(CompiledRecords).are_running or not torch.is_grad_enabled():
+        return False
+    if not options.shards_outputs or options.plan is not None or options.passes or options.chooses_saved:
+        return False
+    if compat.ends_in_a_break(gm) or not all(isinstance(x, torch.Tensor) for x in given):
+        return False
+    nodes = returned_nodes(gm)
+    values = [x for node in nodes if node is not None and isinstance(x := node.meta.get("example_value"), torch.Tensor)]
+    if len(values) < len(nodes) or not all(isinstance(size, int) for x in values for size in x.shape):
+        return False
+    if options.stage_ranks == options.microbatches == 1 and sum(map(nbytes, values)) <= SMALL_BYTES:
+        return False
+    return any(x.requires_grad for x in values) and not any(
+        x.dim() == 0 and x.is_floating_point() and x.requires_grad for x in values)
