@@ -3,8 +3,8 @@ recomputation.
 
 Placements of the whole batch, with everything saved and no limit on saved bytes, give each mesh a lower bound, and an estimate
 of every configuration on it, and on the stages that its devices may be divided into. Configurations are planned in the order of
-these estimates, like pinned ones; those whose bound or estimate is above the best plan so far are not. The search ends when
-none is left, or with the work limit. Of the plans that fit, the one whose simulated step is fastest is the answer.
+these estimates, like pinned ones; those whose estimate is above the simulated step of the best plan so far are not. The search
+ends when none is left, or with the work limit. Of the plans that fit, the one whose simulated step is fastest is the answer.
 """
 from __future__ import annotations
 
@@ -40,11 +40,20 @@ OF_ONE = 0.5
 """Part of the work limit for planning one configuration."""
 MOST_UNLIKELY = 3
 """Configurations that are planned although their estimate does not fit."""
-MOST_PLANNED = 6
+MOST_PLANNED = 4
 """Configurations that are planned after the first one that fits."""
-MOST_SIMULATED = 12
 LATER = 0.25
 """Part of the work limit for placements of the whole batch, over all meshes."""
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """A plan that fits. us: by its objective; simulated_us: with overlap."""
+
+    us: float
+    simulated_us: float
+    plan: Plan
+    candidate: JointCandidate
 
 
 @dataclass
@@ -58,7 +67,7 @@ class JointSearch:
     folded: FewLayerTrace | None
     refusal: Infeasible
     allowance: WorkLimit
-    found: list[tuple[float, Plan, JointCandidate]] = field(default_factory=list)
+    found: list[FoundPlan] = field(default_factory=list)
     least: Infeasible | None = None
     rejected: list[MeshAttempt] = field(default_factory=list)
     skipped: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict)
@@ -69,22 +78,22 @@ class JointSearch:
         return self.decisions.cluster
 
     @property
-    def best(self) -> tuple[float, Plan, JointCandidate] | None:
-        return min(self.found, key=lambda each: each[0], default=None)
+    def best(self) -> FoundPlan | None:
+        return min(self.found, key=lambda each: each.simulated_us, default=None)
 
     def run(self) -> Plan:
         """The fastest plan that was found. Raises Infeasible."""
         candidates = self.candidates()
         self._plan_all([each for each in candidates if self._is_plain(each)])
-        if not self.found:
+        if self.best is None:
             raise self._refused()
-        others, best = [each for each in candidates if not self._is_plain(each)], min(self.found, key=lambda each: each[0])[2]
-        alike = [each for each in others if (each.mesh, each.microbatches) == (best.mesh, best.microbatches)]
+        others, chosen = [each for each in candidates if not self._is_plain(each)], self.best.candidate
+        alike = [each for each in others if (each.mesh, each.microbatches) == (chosen.mesh, chosen.microbatches)]
         self._plan_all(alike)
         for candidate in others:
             if candidate not in alike:
                 self._skip(candidate, "another mesh or number of microbatches was the fastest with 1F1B")
-        return self._reported(*self._fastest())
+        return self._reported(self.best)
 
     def _is_plain(self, candidate: JointCandidate) -> bool:
         """True with the first of the schedules that are open: others are planned for the best of these."""
@@ -98,9 +107,7 @@ class JointSearch:
         unlikely = later = 0
         for candidate in candidates:
             best = self.best
-            if best is not None and candidate.bound_us >= best[0]:
-                self._skip(candidate, "its bound is above the best plan")
-            elif best is not None and candidate.us >= best[0]:
+            if best is not None and candidate.us >= best.simulated_us:
                 self._skip(candidate, "its estimate is above the best plan")
             elif best is not None and self.allowance.is_over or self.allowance.left_s < -self.allowance.seconds:
                 self._skip(candidate, "time_limit was over before it was planned")
@@ -111,16 +118,6 @@ class JointSearch:
             else:
                 unlikely, later = unlikely + (not candidate.may_fit), later + (best is not None)
                 self._plan(candidate)
-
-    def _fastest(self) -> tuple[float, Plan, JointCandidate]:
-        """The plan with the fastest simulated step; the others are rejected."""
-        best, *others = sorted(self.found, key=lambda each: each[0])
-        simulated = [(simulate(plan).step_us, number) for number, (_, plan, _) in enumerate([best, *others][:MOST_SIMULATED])]
-        chosen = [best, *others][min(simulated)[1]]
-        for us, _, candidate in self.found:
-            if candidate is not chosen[2]:
-                self._reject(candidate, "its simulated step is slower", us)
-        return chosen
 
     def _plan(self, candidate: JointCandidate) -> None:
         options = candidate.options(self.traces.options)
@@ -142,7 +139,7 @@ class JointSearch:
             return
         us = plan.predicted.step_time_us
         log.info("%s on the mesh %s: %s a step, %s", candidate, candidate.mesh, format_us(us), format_bytes(plan.memory.peak))
-        self.found.append((us, plan, candidate))
+        self.found.append(FoundPlan(us, simulate(plan).step_us, plan, candidate))
 
     def _reject(self, candidate: JointCandidate, reason: str, us: float | None = None) -> None:
         log.info("rejected: %s on the mesh %s, %s", candidate, candidate.mesh, reason)
@@ -208,8 +205,12 @@ class JointSearch:
         graph = self.annotated.graph
         return float(sum(graph.values[graph.outputs[each.number][0]].bytes for each in self.annotated.interface.unread))
 
-    def _reported(self, us: float, plan: Plan, candidate: JointCandidate) -> Plan:
+    def _reported(self, best: FoundPlan) -> Plan:
         """The plan with the bound over all configurations that were considered."""
+        for each in self.found:
+            if each is not best:
+                self._reject(each.candidate, "its simulated step is slower", each.us)
+        us, plan, candidate = best.us, best.plan, best.candidate
         bounds = [us, *(each.bound for each in self.rejected if each.bound is not None)]
         bound, gap = min(bounds), 1.0 - min(bounds) / us if us else 0.0
         optimal = gap <= self.traces.options.gap and not self.allowance.is_over
