@@ -197,7 +197,7 @@ class CallRecord:
             self._become(self._values_of([number]))
         else:  # they share memory
             base = self._values_of([root])[root]
-            if any(k != root and self.at.maker(k).name() != "detach" for k in together):
+            if root in together or any(self.at.maker(k).name() != "detach" for k in together):
                 base = to_full_tensor(base)
             self._become(self._replayed(together, {root: base}))
 
