@@ -201,9 +201,9 @@ class Options(BaseModel):
         return self.outputs == "auto"
 
     @property
-    def chunks(self) -> Chunks:
-        """Chunks of the loss. "auto" is 1 where saved activations are chosen: a plan and a run choose them for one graph."""
-        return 1 if self.loss_chunks == "auto" and self.chooses_saved else self.loss_chunks
+    def chunks(self) -> Chunks | Literal["budget"]:
+        """Chunks of the loss. "budget" depends on the loss alone: a plan that traced fewer layers and a run choose the same."""
+        return "budget" if self.loss_chunks == "auto" and self.chooses_saved else self.loss_chunks
 
     @property
     def schedule_name(self) -> ScheduleName:

@@ -32,6 +32,7 @@ from passes.presets import annotate
 from passes.sharding.grouping.layer_removal import without_layers
 from passes.tracing.joint_trace import JointTrace, trace
 from passes.tracing.untraced_parts import UntracedPart
+from passes.transforms.loss_chunks.chunk_loss import Chunks
 from passes.transforms.outputs.split_outputs import split_outputs
 
 log = logging.getLogger("hpml")
@@ -42,11 +43,11 @@ ALL_LAYERS = 0
 class TracedModel:
     """A model that is traced on one batch when first needed, and then planned on one cluster after another. alone: trace it as
     for one device. run_breaks: run the Python code between graphs, on the real weights and batch. known: traces by number of
-    layers, whether they compute the loss in chunks, and whether they leave out large outputs, which plans with other options
+    layers, the chunks in which they compute the loss, and whether they leave out large outputs, which plans with other options
     share; None if this one may change its own."""
 
     def __init__(self, model: nn.Module, batch: Any, options: Options, alone: bool = False, run_breaks: bool = False,
-                 known: dict[tuple[int, bool, bool], list[JointTrace]] | None = None):
+                 known: dict[tuple[int, Chunks, bool], list[JointTrace]] | None = None):
         self.model, self.batch, self.options, self.alone, self.run_breaks = model, batch, options, alone, run_breaks
         self.known, self._splits = known, False
         self.unplanned: list[UntracedPart] = []
@@ -109,8 +110,9 @@ class TracedModel:
 
     def _known(self, layers: int, find: Callable[[], list[JointTrace]]) -> list[JointTrace]:
         """The traces of so many layers, after the passes that the options name."""
-        chunks = self.alone and self.options.loss_chunks != "auto"
-        looped, defers = chunks and self.options.microbatches == 1, defers_outputs(self.options)
+        chunks = self.alone and self.options.chunks != "auto"
+        looped = self.options.chunks if chunks and self.options.microbatches == 1 else 1
+        defers = defers_outputs(self.options)
         if self.known is not None and (layers, looped, defers) in self.known:
             return self.known[layers, looped, defers]
         self._splits = False

@@ -207,7 +207,7 @@ def _staged(gm: GraphModule, step: StepProblem, planned: PlanResult | None, time
     mark_loop(gm, annotated.graph, planned and planned.decision, times, groups, step.outputs,
               range(step.outputs, len(returned_nodes(gm))), step.options.compiler == "inductor", repeats)
     loop = split_at_markers(gm, step.outputs)
-    chunks = 1 if step.options.loss_chunks == "auto" else step.options.chunks
+    chunks = 1 if step.options.chunks == "auto" else step.options.chunks
     staged = stage_body(gm, annotated.interface.kinds, loop, stages, step.cluster.device, lambda find: find(), starts,
                         repeats, chunks)
     return loop, staged, groups

@@ -174,7 +174,7 @@ def _phase(program: StorageProgram, order: Sequence[int], start: frozenset[int],
     lives = {s: StorageLifetime(s, begin, end) for s, begin in first.items() if (end := last.get(s, begin)) >= 0}
     if program.stand_ins:
         _through_layers(PhaseTimeline(program, tuple(order), ()), lives)
-    _reuse(program, runs, lives, offloaded)
+    _reuse(program, runs, lives, offloaded, touched)
     return PhaseTimeline(program, tuple(order), tuple(lives.values()), *others)
 
 
@@ -250,18 +250,27 @@ def _read_later(runs: list[ProgramOp], fused: dict[int, bool]) -> frozenset[int]
 
 
 def _reuse(program: StorageProgram, runs: list[ProgramOp], lives: dict[int, StorageLifetime],
-           offloaded: frozenset[int]) -> None:
-    """A kernel of light operations reuses a dead operand of the same size for its result; not one that
-    is still being copied."""
+           offloaded: frozenset[int], touched: Sequence[Collection[int]]) -> None:
+    """A kernel of light operations reuses a dead operand of the same size for its result; not one that is still being copied,
+    nor one that another operation of the same kernel, as between two library calls, reads from memory."""
     ending: dict[int, list[int]] = {}
     for life in lives.values():
         ending.setdefault(life.last, []).append(life.storage)
     for position, run in enumerate(runs):
         ends = ending.get(position) if run.fusing else None
         if ends:
-            free = [s for s in ends if lives[s].first < position and s not in offloaded]
+            free = [s for s in ends if lives[s].first < position and s not in offloaded
+                    and not _read_in_kernel(s, position, runs, touched)]
             for made in run.makes:
                 same = (s for s in free if program.storages[s].nbytes == program.storages[made].nbytes)
                 if made in lives and lives[made].first == position and (old := next(same, None)) is not None:
                     free.remove(old)
                     lives[old] = StorageLifetime(old, lives[old].first, position - 1)
+
+
+def _read_in_kernel(storage: int, position: int, runs: Sequence[ProgramOp], touched: Sequence[Collection[int]]) -> bool:
+    """True if an op that runs in one kernel with the one at this position, before it, reads a storage that it did not write."""
+    while (position := position - 1) >= 0 and runs[position].fusing:
+        if storage in touched[position]:
+            return storage not in runs[position].makes
+    return False

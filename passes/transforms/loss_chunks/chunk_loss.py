@@ -40,7 +40,8 @@ aten = torch.ops.aten
 log = logging.getLogger("hpml")
 SUMS = (aten.mean.default, aten.mean.dim, aten.var.correction, aten.var_mean.correction)
 """Operators that are rewritten into sums, which may be partial."""
-Chunks = int | Literal["auto"]
+Chunks = int | Literal["auto", "budget"]
+"""A number of chunks; "auto" and "budget" choose one, as without and under a memory budget."""
 WHERE = "options['loss_chunks']"
 
 
@@ -70,7 +71,7 @@ def chunk_loss(gm: GraphModule, forward_outputs: int, chunks: Chunks) -> int | N
     try:
         made, head = _in_chunks(gm, forward_outputs, chunks)
     except Unchunkable as error:
-        if chunks == "auto":
+        if isinstance(chunks, str):
             log.debug("the loss is not computed in chunks: %s", error)
         elif isinstance(error, TooFewRows):
             raise BadInput(f"the loss cannot be computed in {chunks} chunks: {error}", WHERE,
@@ -90,7 +91,7 @@ def _in_chunks(gm: GraphModule, forward_outputs: int, chunks: Chunks) -> tuple[i
     work = copy_graph(gm)
     with without_modes():
         region = _with_sums(work, find_region(work, forward_outputs), forward_outputs)
-        count = chosen_chunks(work, region, forward_outputs) if chunks == "auto" else chunks
+        count = chosen_chunks(work, region, forward_outputs, chunks == "budget") if isinstance(chunks, str) else chunks
         LoopUnroller(work, place_rows(work, region, count), count).run()
     work.graph.lint()
     gm.graph = work.graph

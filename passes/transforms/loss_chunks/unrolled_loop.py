@@ -172,14 +172,18 @@ class LoopUnroller:
         insert = self._insert(value)
         if part.meta["val"].dtype in HALF:  # many roundings to 16 bits would add up
             part = insert(prims.convert_element_type.default, part, torch.float32)
-        found[:] = [insert(aten.add.Tensor, found[0], part) if found else part]
+        if found and part.target is aten.mm.default:  # which compilers add in place, so that no product takes memory
+            found[:] = [insert(aten.addmm.default, found[0], *part.args)]
+        else:
+            found[:] = [insert(aten.add.Tensor, found[0], part) if found else part]
 
     def _hold(self, gradients: list[Node]) -> None:
         """Let forward compute the gradients."""
         loss = self.loss
         with self.graph.inserting_after(loss):
             held = self.graph.call_function(BESIDE, (loss, gradients))
-        held.meta.update({key: loss.meta[key] for key in ("val", "seq_nr", "nn_module_stack") if key in loss.meta})
+        held.meta.update({key: loss.meta[key] for key in ("seq_nr", "nn_module_stack") if key in loss.meta})
+        held.meta["val"] = self.fakes(aten.clone.default, (loss.meta["val"],), {})  # in other memory: it is no view of the loss
         held.meta["partitioner_tag"] = "is_forward"
         output = self.graph.output_node()
         output.replace_input_with(loss, held)
@@ -235,6 +239,11 @@ def _joined(insert: CallInserter, parts: Sequence[Node], factors: Factors, place
     apart, dim = _apart(factors, placement, shape)
     if len(apart) == len(shape):
         return insert(aten.cat.default, list(parts), dim)
-    outer = apart[dim - 1]
+    outer, sizes = apart[dim - 1], {x.meta["val"].shape[dim - 1] for x in parts}
+    if len(sizes) == 1:  # so that a compiler computes each part in its turn, into the memory of the concatenation
+        joined = reshape(insert, insert(aten.cat.default, list(parts), dim - 1),
+                         [*shape[:dim - 1], len(parts), outer, sizes.pop() // outer, *shape[dim:]])
+        order = [*range(dim - 1), dim, dim - 1, *range(dim + 1, len(shape) + 2)]
+        return reshape(insert, insert(aten.permute.default, joined, order), list(shape))
     split = [reshape(insert, x, [*shape[:dim - 1], outer, x.meta["val"].shape[dim - 1] // outer, *shape[dim:]]) for x in parts]
     return reshape(insert, insert(aten.cat.default, split, dim), list(shape))

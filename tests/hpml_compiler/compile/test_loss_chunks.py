@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from hpml_compiler.monitor.profiled_step import StepProfile
 from hpml_compiler.options import Options
 from passes.errors import BadInput
 from tests.helpers.heads import WIDTH, WORDS, Headed, batch, ce, make
@@ -58,6 +60,26 @@ def test_equals_eager_with_inductor(options, caplog):
     with caplog.at_level(logging.INFO, "hpml"):
         equal(step(compiled, model), step(model, model))
     assert "in 3 chunks" in caplog.text
+
+
+@pytest.mark.timeout(300)
+def test_a_budget_is_met_by_chunks_and_their_peak_is_predicted(caplog):
+    words = 512 * WORDS
+    model = Headed(lambda m, h, y: ce(m.head(h), y), head=torch.nn.Linear(WIDTH, words, bias=False))
+    held, budget = 2 * sum(p.numel() * p.element_size() for p in model.parameters()), 16 << 20
+    compiled = torch.compile(model, backend="hpml", options={"memory_budget": budget, "optimizer": "sgd"})
+    rows = tuple(x.repeat(1, 6) for x in batch())
+    assert 2 * rows[1].numel() * words * 4 > 2 * budget, "all logits and their gradient do not fit"
+    with caplog.at_level(logging.INFO, "hpml"):
+        compiled(*rows).backward()
+    assert "chunks of rows" in caplog.text
+    predicted = float(re.findall(r"peak memory is ([\d.]+) (K|M)iB", caplog.text)[0][0])
+    compiled(*rows).backward()
+    profile = StepProfile("cpu")
+    compiled(*rows).backward()
+    measured = profile.stop(held)
+    assert measured is not None and measured.peak_bytes is not None and measured.peak_bytes <= budget
+    assert measured.peak_bytes - held < 1.25 * predicted * 2**20
 
 
 def test_logits_that_are_deferred():
