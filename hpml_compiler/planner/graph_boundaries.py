@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hpml_compiler.planner.graph.microbatching import joint_of_loss
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.decision import Decision
 from passes.graph.graph_copy import copy_graph
@@ -26,17 +27,18 @@ class GraphBoundaries:
             value = annotated.graph.values[annotated.graph.outputs[each.number][0]]
             self._left[graph, each.position] = stored_layout(value, layout)
 
-    def arriving(self, traced: JointTrace, annotated: AnalyzedGraph, mesh: Mapping[str, int],
+    def arriving(self, traced: JointTrace, annotated: AnalyzedGraph, mesh: Mapping[str, int], microbatches: int,
                  ) -> tuple[JointTrace, AnalyzedGraph]:
-        """The next graph with the placements that its inputs arrive in, analyzed for planning again where there are any."""
+        """The next graph with the placements that its inputs arrive in, analyzed for planning again where there are any.
+        microbatches: that it was analyzed for."""
         stored = {k: self._left.get((f"graph_{graph}", place)) for k, (graph, place) in traced.received.items()}
         if not any(stored.values()):
             return traced, annotated
         inputs = [replace(x, stored=stored.get(k)) for k, x in enumerate(traced.inputs)]
-        gm = copy_graph(traced.gm)
-        analyzed = annotate(gm, inputs, traced.forward_outputs)
+        gm = copy_graph(traced.gm) if microbatches == 1 else joint_of_loss(traced.gm)
+        analyzed = annotate(gm, inputs, traced.forward_outputs, microbatches)
         misfits = set(inputs_that_do_not_fit(analyzed, device_axes(mesh)))
         if misfits:
             inputs = [replace(x, stored=None) if k in misfits else x for k, x in enumerate(inputs)]
-            analyzed = annotate(gm, inputs, traced.forward_outputs)
+            analyzed = annotate(gm, inputs, traced.forward_outputs, microbatches)
         return replace(traced, inputs=inputs), analyzed

@@ -99,8 +99,8 @@ class OfflinePlanner:
         for number, traced in enumerate(traces.traced):
             part = allowance.part(max(allowance.left_s, 0.0) / (len(traces.traced) - number))
             annotated = None if self.options.stage_ranks > 1 else traces.whole[number]
-            if records and annotated is not None and self.options.microbatches == 1:
-                traced, annotated = self.boundaries.arriving(traced, annotated, records[0].mesh)
+            if records and annotated is not None:
+                traced, annotated = self.boundaries.arriving(traced, annotated, records[0].mesh, microbatches_of(annotated))
             step = self.problem(f"graph_{number}", traced, annotated, part)
             records.append(self.record(step if not records else replace(step, fixed_mesh=records[0].mesh)))
         return records

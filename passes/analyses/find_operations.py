@@ -35,8 +35,7 @@ class FindOperations(AnalysisPass):
             trainable=interface.trainable, microbatches=self.microbatches,
         )
         inputs = {value.name: value.index for value in graph.values if value.producer is None}
-        # Values collected over microbatches are replicated.
-        left = interface.unread if self.leaves and self.microbatches == 1 else ()
+        left = interface.unread if self.leaves else ()
         graph = replace(graph, unread=FrozenMap({
             graph.outputs[each.number][0]: None if each.tangent is None else inputs[each.tangent]
             for each in left}))

@@ -176,16 +176,19 @@ class GraphDecisions(DecidedGraph):
                 return None
         times, kept, annotated = decision.microbatches, decision.checkpointing, step.annotated
         assert times is not None, "it has a loop"
-        gm, loop = annotated.gm, decided.loop
+        gm, loop, placements = annotated.gm, decided.loop, decision.placements
         with self.entry.doing("rewrite", "rewriting"):
+            outputs = () if placements is None else sharded_outputs_of(annotated, placements)
             if loop is None:
                 groups = self.session.groups(decision.mesh)
-                loop = loop_of(gm, annotated.graph, decision.placements, times, groups, step.outputs, step.kept_gradients,
+                loop = loop_of(gm, annotated.graph, placements, times, groups, step.outputs, step.kept_gradients,
                                self.options.compiler, decision.gathers or ONCE, kept is None or kept.ahead,
                                self.options.is_compact, self.options.chunks)
                 if kept is not None and decided.planned is not None:
                     builder = body_builder(gm, loop, self._trial(decided).builder(decided.planned, groups))
                     building_storage_program(builder)(loop.body)
+            tangents = () if placements is None else sharded_tangents_of(annotated, placements)  # with local shapes
+            self.takes = replace(self.takes, sharded_outputs=outputs, tangents=tangents)
             program = one_stage_program(gm, loop, times.microbatches, step.outputs, step.written, others, self.entry.step_us,
                                         kept, self.options.offload_folder or "")
         self.entry.log_plan(annotated.graph.unruled)

@@ -81,7 +81,7 @@ class GraphInputs:
             self.rows.add(position)
             return described
         axes = self._placed_on
-        if placement.output and (placement.whole or options.stage_ranks > 1 or options.microbatches > 1 or has_stages(axes)):
+        if placement.output and (placement.whole or options.stage_ranks > 1 or has_stages(axes)):
             self.gathered.add(position)
             return described
         bound = described.kind == "parameter" or (options.mesh is None or same_mesh(options.mesh, axes))

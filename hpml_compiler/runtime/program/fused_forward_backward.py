@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from hpml_compiler.runtime.process.world_group import control_group, world_size
 from hpml_compiler.runtime.program.microbatch_loop import MicrobatchLoop, Values, in_order, numbers_first, numbers_last
 from passes import compat
 from passes.errors import HpmlError
@@ -58,6 +60,15 @@ class RerunState:
             if devices:
                 torch.cuda.set_rng_state(kept[count + 1], self.device)
             yield {**dict(zip(self.names, kept[:count], strict=True)), **self.numbers}
+
+
+def _on_any_rank(here: bool) -> bool:
+    """Logical or over the ranks: of a gradient that arrives sharded, the parts of some may be zero."""
+    if world_size() == 1:
+        return here
+    found = torch.tensor(here, dtype=torch.uint8)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=control_group())
+    return bool(found)
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
@@ -109,7 +120,7 @@ class FusedForwardBackward:
         if value != 0.0 and math.isfinite(value):
             self.last, self.known = value, True
         schedule = self.schedule
-        others = any(bool(given[name].any()) for name in tangents if name != self.loss)
+        others = len(tangents) > 1 and _on_any_rank(any(bool(given[name].any()) for name in tangents if name != self.loss))
         if others:
             schedule = self._whole()
         if others or self._anew(value, before):

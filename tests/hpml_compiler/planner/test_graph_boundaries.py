@@ -42,8 +42,9 @@ def test_the_loss_is_computed_from_sharded_logits(mesh, loss):
     assert not [shape for shape, _ in first if shape == (4096, 512)]
 
 
-def test_a_break_costs_no_collective_along_rows():
-    broken, whole = (collectives(Broken(breaks), 4096, mesh={"dp": 8}) for breaks in (True, False))
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_break_costs_no_collective_along_rows(microbatches):
+    broken, whole = (collectives(Broken(breaks), 4096, mesh={"dp": 8}, microbatches=microbatches) for breaks in (True, False))
     assert set().union(*broken) == whole[0]
 
 

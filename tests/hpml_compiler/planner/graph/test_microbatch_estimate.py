@@ -56,7 +56,7 @@ def test_saved_values_of_one_microbatch_count():
 
 def test_with_the_loss_outside_all_of_them_count():
     with pytest.raises(Infeasible):
-        planned(SAVED // 4, 8, inside=False)
+        planned(SAVED // 8, 8, inside=False)
 
 
 @pytest.mark.parametrize("microbatches", [1, 8])

@@ -1,0 +1,77 @@
+"""Outputs of a step in microbatches -> sharded as the loop computes them, in one device's order of rows, with their gradients."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
+from passes.errors import HpmlError
+from tests.helpers.frozen import fresh
+from tests.hpml_compiler.runtime.common import full
+
+X = torch.linspace(-1, 1, 32 * 16, dtype=torch.float64).view(32, 16).sin()
+Y = torch.arange(32) % 7
+WIDE = 640
+
+
+class Net(nn.Module):
+    """inside: returns the loss beside the logits."""
+
+    def __init__(self, inside: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.body, self.head = inside, nn.Linear(16, 32).double(), nn.Linear(32, WIDE).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = self.head(F.dropout(torch.tanh(self.body(x)), 0.2))
+        return (F.cross_entropy(logits, Y), logits) if self.inside else logits
+
+
+def loss_of_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Another weight for each row and class, so that a gradient in another order is another gradient."""
+    return (logits * torch.linspace(-1, 1, 32 * WIDE, dtype=torch.float64).view(32, WIDE)).sum() + F.cross_entropy(logits, Y)
+
+
+def train(model: nn.Module, call: Any) -> list[torch.Tensor]:
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        logits = call(X)
+        found.append(logits.detach().clone())
+        loss_of_rows(logits).backward()
+    return [*found, *(full(p.grad) for p in model.parameters())]
+
+
+def sharded(rank: int, mesh: dict[str, int]) -> None:
+    for microbatches in (1, 4):
+        fresh()
+        model = Net()
+        expected = train(*2 * (copy.deepcopy(model),))
+        call = torch.compile(model, backend="hpml", options={"compiler": "eager", "mesh": mesh, "microbatches": microbatches,
+                                                             "monitor": False})
+        logits = call(X)
+        assert isinstance(logits, LazyOutput) and logits._local_tensor.numel() == logits.numel() // 2
+        torch.testing.assert_close(train(model, call), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=["dp", "tp"])
+def test_outputs_of_a_loop_stay_sharded(launch, mesh):
+    launch(sharded, args=(mesh,))
+
+
+def gradient_of_one_row(rank: int) -> None:
+    """Only one rank has a part of the gradient that is not zero."""
+    call = torch.compile(Net(inside=True), backend="hpml", options={"compiler": "eager", "mesh": {"dp": 2}, "microbatches": 2,
+                                                                    "monitor": False})
+    loss, logits = call(X)
+    with pytest.raises(HpmlError, match="gradient for another output than the loss"):
+        (loss + logits[0].sum()).backward()
+
+
+def test_all_ranks_refuse_a_gradient_that_one_has(launch):
+    launch(gradient_of_one_row)
