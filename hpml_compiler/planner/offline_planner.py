@@ -121,7 +121,7 @@ class OfflinePlanner:
         count = fitting_rows(traced, self.options) if annotated is None else microbatches_of(annotated)
         step = StepProblem(
             name, lambda: annotated or annotate(joint_of_loss(traced.gm), traced.inputs, traced.forward_outputs, count,
-                                                leaves=False),
+                                                self.options.shards_outputs),
             traced.forward_outputs, self.options, self.cluster, allowance, count, traced, folded=folded,
             hurried=self.hurried)
         if count > 1 and folded is None:

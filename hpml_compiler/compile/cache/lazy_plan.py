@@ -54,7 +54,7 @@ class PlanSource:
         in_stages = self.decision.stages is not None
         joint = joint_of_loss(traced.gm) if in_stages or times is not None else copy_graph(traced.gm)
         annotated = annotate(joint, traced.inputs, traced.forward_outputs, self.decision.microbatch_count,
-                             not in_stages and self.options.shards_outputs)
+                             self.options.shards_outputs)
         if in_stages:
             step = StepProblem(name, lambda: annotated, traced.forward_outputs, self.options, self.cluster,
                                WorkLimit(self.options.time_limit), traced=traced, sharing=self.sharing,

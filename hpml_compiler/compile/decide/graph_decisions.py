@@ -20,6 +20,7 @@ from hpml_compiler.compile.program.stage_cutter import StageCutter, has_effects
 from hpml_compiler.compile.program.step_program import StepProgram
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, unsharded_inputs
 from hpml_compiler.compile.wrapper.sharded_outputs import sharded_outputs_of, sharded_tangents_of
+from hpml_compiler.compile.wrapper.stage_outputs import outputs_in_stages, outputs_of_stages
 from hpml_compiler.compile.wrapper.stage_placements import owned_parameters, placed_in_stages
 from hpml_compiler.planner.checkpointing.checkpoint_problem import body_builder
 from hpml_compiler.planner.decide import decide, decide_unpipelined
@@ -40,6 +41,7 @@ from passes.errors import HpmlError
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
+from passes.graph.layouts import Layout
 from passes.pipeline.find_stages import TooFewBlocks
 from passes.presets import after_planning, annotate, building_storage_program, one_device
 from passes.sharding.loop_gathers import ONCE
@@ -90,8 +92,7 @@ class GraphDecisions(DecidedGraph):
     def analyze(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> AnalyzedGraph:
         """The graph, analyzed for planning, after a check that all ranks have the same graph."""
         with self.entry.doing("annotate", "annotating"):
-            annotated = self.inputs.annotate(gm, forward_outputs, microbatches,
-                                             self.stages is None and self.options.shards_outputs)
+            annotated = self.inputs.annotate(gm, forward_outputs, microbatches, self.options.shards_outputs)
         with compat.outside_tracing():
             require_all_ranks("compiling a graph", CALLING, every=0)
         same_graph(annotated.text)
@@ -220,11 +221,12 @@ class GraphDecisions(DecidedGraph):
             return
         annotated, decision, gradients = step.annotated, planned.decision, step.kept_gradients
         with self.entry.doing("rewrite", "rewriting"):
+            outputs = sharded_outputs_of(annotated, decision, self._over_all)
             if self.stages is not None:
                 after_planning(decision, self.stages.groups(), compiler, forward_outputs, gradients,
                                chunks=self.options.chunks)(gm)
+                self.takes = replace(self.takes, sharded_outputs=outputs, tangents=sharded_tangents_of(annotated, decision))
                 return
-            outputs = sharded_outputs_of(annotated, decision)
             after_planning(
                 decision, self.session.groups(planned.mesh), compiler, forward_outputs, gradients,
                 compact=self.options.is_compact, ahead=planned.checkpointing is None or planned.checkpointing.ahead,
@@ -244,6 +246,7 @@ class GraphDecisions(DecidedGraph):
         gm, outputs = annotated.gm, step.outputs if training else len(returned_nodes(annotated.gm))
         repeats = decision.gathers or ONCE
         keep = None if self.sharing is None or not training else partial(self._keep, decided, step, given_stages(step))
+        found = outputs_of_stages(annotated, decision.placements, self.stages) if self.options.shards_outputs else ()
         with self.entry.doing("rewrite", "rewriting"):
             mark_loop(gm, annotated.graph, decision.placements, decision.microbatches, self.stages.groups(), outputs,
                       step.kept_gradients if training else (), self.options.compiler == "inductor", repeats)
@@ -252,12 +255,17 @@ class GraphDecisions(DecidedGraph):
                                  repeats)
         decision = decision if keep is None else self.decided.decision
         self.decided = replace(decided, decision=replace(decision, stages=cutter.staged.stages))
+        alone = cutter.needs.outputs_alone() if found else {}
         if self.takes.owned is None:  # else the graph is cut once more, for gradients at other outputs
             positions = annotated.interface.positions
+            numbers = {k: number for number, k in enumerate(cutter.needs.tensors)}
+            self.takes = outputs_in_stages(self.takes, found, {numbers[k]: rank for k, rank in alone.items()}, annotated,
+                                           self.stages)
             self.takes = owned_parameters(self.takes, cutter.needs.owners(positions), positions, self.given,
                                           self.inputs.described, self.stages, training)
         assert self.takes.owned is not None, "it was decided"
-        return cutter.given_to(self.takes.owned, step.written if training else (), others)
+        tangents = {each.name: each.owner for each in self.takes.tangents if each.owner is not None}
+        return cutter.given_to(self.takes.owned, step.written if training else (), others, alone, tangents)
 
     def _keep(self, decided: DecidedStep, step: StepProblem, given: GraphPlan | None, cut: StagedStep) -> StageSplits:
         """Decide what each stage saves under the memory budget. Returns how this rank's are split. given: a plan to apply."""
@@ -271,6 +279,9 @@ class GraphDecisions(DecidedGraph):
         return splits
 
     # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _over_all(self, layout: Layout) -> Layout:
+        return layout if self.stages is None else self.stages.over_all(layout)
 
     def _trial(self, decided: DecidedStep) -> DryRun:
         assert decided.step is not None, "it was planned"

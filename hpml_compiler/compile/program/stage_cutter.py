@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from torch.fx import GraphModule
@@ -15,6 +17,7 @@ from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, schedule_of
 from hpml_compiler.planner.pipeline.stage_checkpointing import StagedStep
 from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageSplit, stage_body, structure_of
 from hpml_compiler.runtime.consistency.rank_sync import from_rank_0, same_graph, when_all_succeed
+from hpml_compiler.runtime.placements.single_rank_placement import no_rows
 from hpml_compiler.session import session
 from hpml_compiler.session.run_cluster import local_cluster
 from passes.errors import BadInput
@@ -73,18 +76,29 @@ class StageCutter:
         except BadInput:  # an inference graph without these blocks: balance its own times
             return cut(())
 
-    def given_to(self, owners: Mapping[str, int], written: Container[int], others: bool) -> StepProgram:
-        """The program of this rank. owners: placeholder -> rank, for parameters that one rank has alone. Those that other
-        ranks' stages need, too, are lent to all ranks for the step. written, others: see `step_interface`."""
+    def given_to(self, owners: Mapping[str, int], written: Container[int], others: bool, outputs: Mapping[int, int],
+                 tangents: Mapping[str, int]) -> StepProgram:
+        """The program of this rank. owners: placeholder -> rank, for parameters that one rank has alone; tangents: the same for
+        gradients of outputs. Those that other ranks' stages need, too, are lent to all ranks for the step. written, others: see
+        `step_interface`. outputs: results that stay on one rank, with that rank."""
         needed_alone = self.needs.owners(owners)
         own = {name: rank for name, rank in owners.items() if needed_alone.get(name) == rank}
         values = {node.name: node.meta.get("val") for node in self.marked.graph.nodes}
         lent = {name: (rank, values[name]) for name, rank in owners.items() if name not in own}
+        lent |= {name: (rank, values[name]) for name, rank in tangents.items()
+                 if self.needs.is_needed_elsewhere(name, rank, own)}
         elsewhere = {name: values[name] for name in self.needs.gradients_elsewhere(self.place, owners)}
         saved = [fake for stage in self.stages for _ in range(self.microbatches) for fake in stage.halves.saved.values()]
         around = self.needs.around(self.place, own)
         prepare_around_loop(around, self.options.compiler, self.options.is_compact or self.repeats != ONCE)
         parts = step_interface(self.marked, around, self.microbatches, self.forward_outputs, written, others, saved)
+        parts = replace(parts, inputs={name: self._here(x, tangents.get(name)) for name, x in parts.inputs.items()},
+                        results=tuple(self._here(x, outputs.get(k)) for k, x in enumerate(parts.results)))
+        stay = {self.loop.results[k] for k in outputs}
         links = PipelineLinks(self.staged.reads, self.staged.outputs, self.staged.gradients, self.needs.gradients_alone(own),
-                              elsewhere, lent)
+                              elsewhere, lent, frozenset(k for k, each in enumerate(self.loop.forward) if each.name in stay))
         return StepProgram(parts, self.stages, links, self.counted)
+
+    def _here(self, fake: Any, owner: int | None) -> Any:
+        """The part that this rank has. owner: the rank that has all of it; None: every one."""
+        return fake if owner in (None, self.place) else fake.new_empty(no_rows(fake.shape))

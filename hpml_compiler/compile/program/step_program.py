@@ -36,8 +36,8 @@ class StepInterface:
 
 @dataclass(frozen=True)
 class PipelineLinks:
-    """Connections of a rank's stages with other ranks. reads, outputs, gradients: see `StagedBody`. alone, elsewhere, lent: see
-    `runtime.program.pipeline_step.PipelineLoop`."""
+    """Connections of a rank's stages with other ranks. reads, outputs, gradients: see `StagedBody`. alone, elsewhere, lent,
+    stays: see `runtime.program.pipeline_step.PipelineLoop`."""
 
     reads: Mapping[str, LoopInput]
     outputs: Mapping[int, int]
@@ -45,6 +45,7 @@ class PipelineLinks:
     alone: frozenset[int]
     elsewhere: Mapping[str, torch.Tensor]
     lent: Mapping[str, tuple[int, torch.Tensor]]
+    stays: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,8 @@ class StepRuntime:
                        control_group() if mesh.ndim > 1 else None)
         before = tuple(collectives_of(segment.gm) for segment in loop.before)  # before they are compiled
         return PipelineLoop(loop, self._calls(of_loop, None, ()), table, mesh.get_local_rank(PP_AXIS), stages, messages,
-                            links.reads, links.outputs, links.gradients, links.alone, links.elsewhere, links.lent, before)
+                            links.reads, links.outputs, links.gradients, links.alone, links.elsewhere, links.lent, before,
+                            links.stays)
 
     def _compiled_stages(self) -> dict[int, StageCallables]:
         """The stages of this rank, compiled; an error in one is raised on all ranks."""

@@ -28,8 +28,8 @@ class StageCost:
     """A stage mesh as if its ranks ran the full graph on the whole batch and saved everything. us: of the answer, of which
     parameter_us is communication of parameters and gradients, and compute_us computation;
     bound_us: no placements on this mesh take less. state_bytes: parameters, gradients and optimizer state, sharded over all
-    ranks; saved_bytes: all activations that backward reads; largest_bytes: of the largest value; whole_bytes: outputs besides
-    the loss, which are returned unsharded from a loop; parameter_bytes: of all parameters, unsharded."""
+    ranks; saved_bytes: all activations that backward reads; largest_bytes: of the largest value; output_bytes: a rank's part of
+    the outputs besides the loss, which a loop collects; parameter_bytes: of all parameters, unsharded."""
 
     mesh: dict[str, int]
     us: float
@@ -37,7 +37,7 @@ class StageCost:
     state_bytes: float
     saved_bytes: float
     largest_bytes: float
-    whole_bytes: float
+    output_bytes: float
     parameter_us: float = 0.0
     compute_us: float = 0.0
     parameter_bytes: float = 0.0
@@ -92,7 +92,7 @@ class JointCandidate:
         flight = min(self.schedule.in_flight * min(self.stages, self.microbatches) / self.microbatches, 1.0)
         unsharded = IN_LOOP * cost.parameter_bytes / cost.tensor if gathered and self.in_loop else 0.0
         return (max(cost.state_bytes, unsharded) / self.stages + flight * kept * cost.saved_bytes / self.stages
-                + LARGEST * cost.largest_bytes / self.microbatches + (cost.whole_bytes if self.in_loop else 0.0))
+                + LARGEST * cost.largest_bytes / self.microbatches + (cost.output_bytes if self.in_loop else 0.0))
 
     @property
     def may_fit(self) -> bool:

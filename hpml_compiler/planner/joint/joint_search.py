@@ -199,9 +199,9 @@ class JointSearch:
         return StageCost(
             mesh, record.predicted.step_time_us, record.solver.bound or 0.0,
             (2 + options.resident_states) * trained / cluster.world_size, float(record.memory.activations), float(largest),
-            self._whole_bytes(), _parameter_us(record), record.predicted.compute_us, trained)
+            self._output_bytes() / math.prod(mesh.values()), _parameter_us(record), record.predicted.compute_us, trained)
 
-    def _whole_bytes(self) -> float:
+    def _output_bytes(self) -> float:
         graph = self.annotated.graph
         return float(sum(graph.values[graph.outputs[each.number][0]].bytes for each in self.annotated.interface.unread))
 

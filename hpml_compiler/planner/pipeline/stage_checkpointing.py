@@ -248,8 +248,11 @@ class StageCheckpointing:
         elsewhere = needs.gradients_elsewhere(rank, owners)
         made = {place for k in step.stages_of(rank) for place in step.staged.graphs[k].gradients}
         here = tuple(each for place, each in enumerate(loop.backward) if place in made or place not in alone)
-        results = tuple(None if name in elsewhere else name for name in loop.results)
-        loop = replace(loop, backward=here, results=results)
+        outputs = needs.outputs_alone() if self.options.shards_outputs else {}
+        others = {loop.results[k] for k, owner in outputs.items() if owner != rank}
+        results = tuple(None if name in elsewhere or name in others else name for name in loop.results)
+        loop = replace(loop, forward=tuple(each for each in loop.forward if each.name not in others), backward=here,
+                       results=results)
         return loop_memory(step.marked, loop, step.forward_outputs, step.table.microbatches, step.at_once,
                            segment_program_of(self.builder), layers)
 

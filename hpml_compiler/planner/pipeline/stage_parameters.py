@@ -1,4 +1,4 @@
-"""Parameters of pipeline stages: the ranks that need each one, and each rank's work around the loop.
+"""Parameters and outputs of pipeline stages: the ranks that need each one, and each rank's work around the loop.
 
 A parameter that is read only by the stages of one rank, which also make its gradient, is on that rank alone. One that is read
 by stages of several ranks (a tied embedding), or around the loop by values that all ranks need, stays on all. Computations on
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch.fx import GraphModule, Node
 
 from hpml_compiler.planner.pipeline.stage_halves import StagedBody
@@ -35,12 +36,15 @@ class StageDependencies:
 
     def __init__(self, marked: GraphModule, loop: PrologueEpilogue, staged: StagedBody, table: PipelineSchedule,
                  interface: GraphSignature):
-        self.loop, self.staged, self.table = loop, staged, table
+        self.loop, self.staged, self.table, self.interface = loop, staged, table, interface
         self.ranks = range(len(table.actions))
         self.nodes: Mapping[str, Node] = {node.name: node for node in marked.graph.nodes}
         self.gradients_of_loop = {each.name: k for k, each in enumerate(loop.backward)}
         self.in_loop = {each.name for each in (*loop.forward, *loop.backward)}
-        results = [None if node is None else node.name for node in returned_nodes(marked)]
+        returned = returned_nodes(marked)
+        self.tensors = [k for k, node in enumerate(returned) if node is not None and isinstance(node.meta["val"], torch.Tensor)]
+        """Positions of the tensors among the graph's results."""
+        results = [None if node is None else node.name for node in returned]
         always = (node.name for each in (*loop.before, *loop.after) if each.gm is not None for node in each.gm.graph.nodes
                   if must_run(node))
         self.common = frozenset(name for name in (*results[:interface.forward_outputs], *always) if name is not None)
@@ -83,6 +87,20 @@ class StageDependencies:
     def gradients_elsewhere(self, rank: int, owners: Mapping[str, int]) -> frozenset[str]:
         """Names of the graph's gradients of which this rank has no rows."""
         return frozenset(self.gradients[name] for name, owner in owners.items() if owner != rank and name in self.gradients)
+
+    def outputs_alone(self) -> dict[int, int]:
+        """Outputs that the loop collects from one rank, that need not be read, and that nothing else in the step reads:
+        position among the graph's results -> that rank."""
+        loop, place = self.loop, {each.name: k for k, each in enumerate(self.loop.forward)}
+        read = {name for each in (*loop.before, *loop.after) for name in each.reads}
+        read |= {each.name for each in (*loop.reads, *loop.late)}
+        found = {(k := self.tensors[each.number]): loop.results[k] for each in self.interface.unread}
+        return {k: self.table.ranks[self.staged.outputs[place[name]]] for k, name in found.items()
+                if name in place and name not in read and loop.results.count(name) == 1}
+
+    def is_needed_elsewhere(self, given: str, rank: int, owners: Mapping[str, int]) -> bool:
+        """True if another rank than this one needs an input of the graph."""
+        return any(given in self._needed(self._wanted(each, owners)).inputs for each in self.ranks if each != rank)
 
     def _wanted(self, rank: int, owners: Mapping[str, int]) -> set[str]:
         gradients = {result for name, result in self.gradients.items() if owners.get(name, rank) == rank}

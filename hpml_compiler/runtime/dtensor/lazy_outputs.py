@@ -17,7 +17,8 @@ from hpml_compiler.runtime.dtensor.local_dispatch import wrap
 from hpml_compiler.runtime.dtensor.op_dispatch import adopt, map_tensors, tensors_in
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor, name_slots
 from hpml_compiler.runtime.placements.gather_parts import gathered_from_parts
-from hpml_compiler.runtime.placements.shard_and_gather import local_shard, to_full_tensor
+from hpml_compiler.runtime.placements.shard_and_gather import part_of_gradient, to_full_tensor
+from hpml_compiler.runtime.placements.single_rank_placement import as_at_owner, is_owned
 from hpml_compiler.runtime.watchdog.activity_scope import activity
 from hpml_compiler.runtime.watchdog.barrier_check import require_all_ranks
 from passes import compat
@@ -140,13 +141,14 @@ class LazyOutput(PlacedTensor):
 
     def kept(self, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> LazyOutput | None:
         """A cast, copy or detach of a sharded output that stays sharded; None if it needs the full tensor."""
-        part = vars(self)["part"]
+        part, shared = vars(self)["part"], vars(self)["shared"]
+        if is_owned(self._spec.placements) and name != "detach":  # its strides tell other ranks nothing
+            return None
         made = func(part, *args, **kwargs)
         if made is part:
             return self
         if made.device != part.device or made.stride() != part.stride() or made.is_pinned() != part.is_pinned():
             return None
-        shared: OutputState = vars(self)["shared"]
         shared = shared if name == "detach" else OutputState(shared.what, shared.gradient, shared.recorder, shared.maker)
         return lazy_output(made, _spec_like(self._spec, made), shared)
 
@@ -236,7 +238,7 @@ class _KeepSharded(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _part_of(gradient, ctx.spec), None
+        return part_of_gradient(gradient, ctx.spec), None
 
 
 def _on_gradient(func: Callable[..., Any], name: str, output: LazyOutput, *args: Any) -> Any:
@@ -280,16 +282,12 @@ class _GatherOutput(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if ctx.gradient is not None:
             ctx.gradient.before([gradient])
-        part = _part_of(gradient, ctx.spec)
+        spec = ctx.spec
         with compat.plain_torch_functions():
-            return compat.make_dtensor(PlacedTensor, part, ctx.spec) if ctx.is_wrapper else part, None, None, None
-
-
-def _part_of(gradient: torch.Tensor, spec: Any) -> torch.Tensor:
-    with compat.plain_torch_functions():
-        if isinstance(gradient, DTensor):
-            return gradient.redistribute(spec.mesh, spec.placements)._local_tensor
-        return local_shard(gradient, spec.mesh, spec.placements)
+            if ctx.is_wrapper and is_owned(spec.placements):  # autograd cannot add up gradients that one rank alone has
+                spec = compat.dtensor_spec(spec.mesh, as_at_owner(spec.placements), gradient)
+            part = part_of_gradient(gradient, spec)
+            return compat.make_dtensor(PlacedTensor, part, spec) if ctx.is_wrapper else part, None, None, None
 
 
 def _spec_like(spec: Any, part: torch.Tensor) -> Any:

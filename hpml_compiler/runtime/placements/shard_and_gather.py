@@ -65,6 +65,15 @@ def local_shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
     return tensor if part.shape == tensor.shape else part.clone()
 
 
+def part_of_gradient(gradient: torch.Tensor, spec: Any) -> torch.Tensor:
+    """This rank's part of a gradient that is whole, or placed as the owner sees it."""
+    with compat.plain_torch_functions():
+        if isinstance(gradient, DTensor):
+            part = gradient.redistribute(spec.mesh, as_at_owner(spec.placements))._local_tensor
+            return part if is_owner(spec.mesh, spec.placements) else part.new_empty(no_rows(part.shape))
+        return local_shard(gradient, spec.mesh, spec.placements)
+
+
 def without_partial(spec: Any, like: torch.Tensor) -> Any:
     """The DTensorSpec with Replicate in place of Partial. like: a whole tensor."""
     if not any(placement.is_partial() for placement in spec.placements):

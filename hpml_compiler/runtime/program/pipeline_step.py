@@ -31,21 +31,21 @@ def of_loop(*_values: Any) -> Any:
 class PipelineLoop(MicrobatchLoop):
     """A `MicrobatchLoop` of which this rank runs some stages. rank: its place in the pipeline. reads: sources of the body's
     inputs, by name. outputs, gradients: the stages that make the results of the body's forward and backward. alone: places of
-    gradients that stay on the rank that makes them. elsewhere: gradients of which other ranks have all rows, with fakes. lent:
-    inputs that one rank has and others need, with that rank and a fake. before: the collectives that run before forward's loop
-    and before backward's."""
+    gradients that stay on the rank that makes them; stays: the same of outputs. elsewhere: gradients of which other ranks have
+    all rows, with fakes. lent: inputs that one rank has and others need, with that rank and a fake. before: the collectives
+    that run before forward's loop and before backward's."""
 
     def __init__(self, loop: PrologueEpilogue, calls: LoopCalls, table: PipelineSchedule, rank: int,
                  stages: Mapping[int, StageCallables], messages: P2P, reads: Mapping[str, LoopInput],
                  outputs: Mapping[int, int], gradients: Mapping[int, tuple[int, ...]], alone: Container[int] = (),
                  elsewhere: Mapping[str, torch.Tensor] | None = None,
                  lent: Mapping[str, tuple[int, torch.Tensor]] | None = None,
-                 before: Sequence[tuple[DummyCollective, ...]] = ((), ())):
+                 before: Sequence[tuple[DummyCollective, ...]] = ((), ()), stays: Container[int] = ()):
         super().__init__(loop, calls, table.microbatches)
         self.table, self.rank, self.stages, self.messages = table, rank, stages, messages
         self.reads_of, self.outputs, self.gradients = reads, outputs, gradients
         self.alone, self.elsewhere, self.lent = alone, elsewhere or {}, lent or {}
-        self.before = before
+        self.before, self.stays = before, stays
 
     @property
     def parts(self) -> list[int]:
@@ -93,13 +93,17 @@ class PipelineLoop(MicrobatchLoop):
 
     def _note_elsewhere(self, values: Values) -> None:
         for name, fake in self.elsewhere.items():
-            values[name] = torch.empty(no_rows(fake.shape), dtype=fake.dtype, device=self.messages.device)
+            values[name] = self._no_rows(fake)
+
+    def _no_rows(self, fake: torch.Tensor) -> torch.Tensor:
+        return torch.empty(no_rows(fake.shape), dtype=fake.dtype, device=self.messages.device)
 
     def _before(self, halves: Sequence[int], values: Values) -> StageFailure | None:
         """Run the graphs before the loop. A failure is returned, and reported to the other ranks after the loop."""
-        if 0 in halves and self.lent:
-            owners, like = zip(*self.lent.values())
-            values.update(zip(self.lent, self.messages.share([values[name] for name in self.lent], owners, like, self.rank)))
+        lent = {name: each for name, each in self.lent.items() if int(name.startswith("tangents")) in halves}
+        if lent:
+            owners, like = zip(*lent.values())
+            values.update(zip(lent, self.messages.share([values[name] for name in lent], owners, like, self.rank)))
         failed = None
         for half in halves:
             collectives = self.before[half]
@@ -128,7 +132,8 @@ class PipelineLoop(MicrobatchLoop):
         what = self.loop.forward if way == "forward" else self.loop.backward
         makers = [(self.outputs[k],) if way == "forward" else self.gradients[k] for k in range(len(what))]
         own: list[torch.Tensor | None] = []
-        shared = [place for place in range(len(what)) if way == "forward" or place not in self.alone]
+        staying = self.stays if way == "forward" else self.alone
+        shared = [place for place in range(len(what)) if place not in staying]
         like = [_fake_of(each) for each in what]
         for place, stages in enumerate(makers):
             owner, total = self.table.ranks[stages[0]], None
@@ -144,6 +149,8 @@ class PipelineLoop(MicrobatchLoop):
                     total = part if total is None else total + part
             own.append(total)
         self.messages.finish()
+        if way == "forward":
+            values.update((each.name, self._no_rows(like[place])) for place, each in enumerate(what) if place in self.stays)
         values.update((what[place].name, x) for place, x in enumerate(own) if x is not None)
         found = self.messages.share([own[place] for place in shared], [self.table.ranks[makers[place][0]] for place in shared],
                                     [like[place] for place in shared], self.rank)

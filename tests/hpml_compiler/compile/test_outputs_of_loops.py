@@ -1,4 +1,4 @@
-"""Outputs of a step in microbatches -> sharded as the loop computes them, in one device's order of rows, with their gradients."""
+"""Outputs of a step in microbatches or stages -> where they are computed, in one device's order of rows, with gradients."""
 from __future__ import annotations
 
 import copy
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -62,6 +63,56 @@ def sharded(rank: int, mesh: dict[str, int]) -> None:
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=["dp", "tp"])
 def test_outputs_of_a_loop_stay_sharded(launch, mesh):
     launch(sharded, args=(mesh,))
+
+
+class Blocks(nn.Module):
+    """inside: returns the loss, too."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.body = inside, nn.ModuleList(nn.Linear(16, 16) for _ in range(4)).double()
+        self.head = nn.Linear(16, WIDE).double()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.body:
+            x = x + torch.tanh(layer(x))
+        logits = self.head(x)
+        return (F.cross_entropy(logits, Y), logits) if self.inside else logits
+
+
+def use_outputs(model: nn.Module, call: Any, use: str) -> list[torch.Tensor]:
+    found = call(X)
+    logits = found if isinstance(found, torch.Tensor) else found[1]
+    if use == "hooked":
+        logits.retain_grad()
+        logits.register_hook(lambda gradient: 2 * gradient)
+    loss = loss_of_rows(logits) if logits is found else found[0]
+    loss.backward()
+    more = [full(logits.grad)] if use == "hooked" else [logits.detach()[5:7]] if use == "read" else []
+    return [loss.detach(), *(full(p.grad) for p in model.parameters()), *more]
+
+
+def given_to_stages(rank: int, mesh: dict[str, int], uses: tuple[str, ...]) -> None:
+    """pp is the first axis: the last half of the ranks has the logits."""
+    for use in uses:
+        fresh()
+        model = Blocks(inside=use in ("unread", "read"))
+        expected = use_outputs(*2 * (copy.deepcopy(model),), use)
+        call = torch.compile(model, backend="hpml", options={"compiler": "eager", "mesh": mesh, "microbatches": 2,
+                                                             "monitor": False})
+        made = call(X)[1] if model.inside else call(X)
+        assert isinstance(made, LazyOutput) and bool(made._local_tensor.numel()) == (2 * rank >= dist.get_world_size()), use
+        found = use_outputs(model, call, use)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=lambda told, use=use: f"{use}: {told}")
+
+
+def test_outputs_stay_on_the_rank_of_their_stage(launch):
+    launch(given_to_stages, args=({"pp": 2}, ("outside", "hooked", "unread", "read")))
+
+
+def test_outputs_stay_on_the_ranks_of_their_stage(launch):
+    launch(given_to_stages, world_size=4, args=({"pp": 2, "dp": 2}, ("outside", "read")))
 
 
 def gradient_of_one_row(rank: int) -> None:
