@@ -101,7 +101,7 @@ class LazyOutput(PlacedTensor):
                 return func(*args, **kwargs)
             if output is not None and in_parts and name == "__get__" and compat.is_tracing():
                 # Dynamo computes `x.T` to look up a method of it, after it has noted the sizes of the parts.
-                return func(torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device="meta"))
+                return func(torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta"))
             if output is not None and (attribute or name in METADATA | MEMORY) and compat.is_tracing():
                 return func(*args, **kwargs)  # for a fake of the wrapper, whose memory is not that of its local part
             if output is not None and in_parts and name in KEEPS_ROWS and len(operands) == 1:
