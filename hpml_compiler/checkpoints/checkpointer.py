@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Checkpointer:
-    """Checkpoints of a training run in a folder.
+    """Checkpoints of a training run in a folder::
 
         checkpointer = hpml_compiler.Checkpointer("runs/a", model, optimizer, scheduler=scheduler, loader=loader, every=100)
         step = checkpointer.resume()                # 0, or the number of steps that the newest whole checkpoint has

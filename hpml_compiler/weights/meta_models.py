@@ -113,7 +113,7 @@ def _give_back_memory() -> None:
 
 
 def initialize(model: nn.Module, *, mesh: Mapping[str, int] | None = None) -> nn.Module:
-    """Initialize a model that was made on the meta device, by its modules' own `reset_parameters`, one module at a time.
+    """Initialize a model that was made on the meta device, by its modules' own `reset_parameters`, one module at a time::
 
         with torch.device("meta"):
             model = Model()

@@ -23,7 +23,7 @@ from passes.errors import BadInput
 
 def load(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True,
          mesh: Mapping[str, int] | None = None) -> nn.Module:
-    """Load a model's weights from safetensors: each rank reads its shards only.
+    """Load a model's weights from safetensors: each rank reads its shards only::
 
         with torch.device("meta"):
             model = Model()
