@@ -22,6 +22,13 @@ def is_collective(target: Any) -> bool:
     return getattr(target, "namespace", "") == "_c10d_functional"
 
 
+def has_effect(node: Node) -> bool:
+    """True if a call must run although nothing reads its result. torch says so of all collectives, even of functional ones,
+    whose operands are not dead code then either; all ranks of a group have the same graph, and leave out the same ones."""
+    target: Any = node.target
+    return node.is_impure() and not (is_collective(target) and not target._schema.is_mutable)
+
+
 def memory_of(what: Any) -> int | None:
     """Identity of the storage of a tensor, or of a node's fake tensor; None for anything else."""
     value = what.meta.get("val") if isinstance(what, Node) else what

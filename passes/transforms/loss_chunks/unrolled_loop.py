@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from passes.compat import LOOP_TURN, fake_mode_of, pytree
 from passes.errors import HpmlError
-from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE
+from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, has_effect
 from passes.graph.loops.loop_parts import HALF
 from passes.graph.user_checkpointing import copy_checkpoint_marks
 from passes.op_rules.base import Factors, Placement
@@ -86,7 +86,7 @@ class LoopUnroller:
             joined = self._give(value, self.loop.made[port_of(value) or (value, 0)])
             gradients += [joined] if value in self.loop.region.late else []
         self._hold(gradients)
-        self.graph.eliminate_dead_code()
+        self.graph.eliminate_dead_code(has_effect)
 
     def _insert(self, like: Node) -> _InForward:
         insert = _InForward(self.graph, self.anchor, like, fakes=self.fakes)
