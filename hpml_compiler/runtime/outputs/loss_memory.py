@@ -188,19 +188,9 @@ class LossMemory:
         """The first call, which shows what the graph returns and does."""
         versions = [version_of(x) for x in args]
         results = self.run(*args)
-        if [version_of(x) for x in args] != versions:
-            self.stop("it changes an input or a buffer in place")
-            return results
-        if not all(isinstance(x, torch.Tensor) and x.layout is torch.strided for x in results):
-            self.stop("it returns something else than tensors")
-            return results
-        with compat.plain_torch_functions():
-            memory = [_memory(x) for x in (*args, *results)]
-        if len({*memory[len(args):]}) < len(results) or not set(memory[:len(args)]).isdisjoint(memory[len(args):]):
-            self.stop("outputs of it share memory with others, or with an input")
-            return results
-        if not any(x.requires_grad for x in results):
-            self.stop("no output of it has a gradient")
+        mine = _obstacle(args, versions, results)
+        if reason := next(filter(None, from_all_ranks(mine)), ""):  # a rank sees those of its own stages
+            self.stop(reason)
             return results
         for x in results:
             if isinstance(x, LazyOutput):
@@ -215,6 +205,19 @@ class LossMemory:
 
     def _run(self, *args: Any) -> list[Any]:
         return list(self.run(*args))
+
+
+def _obstacle(args: Sequence[Any], versions: Sequence[int], results: Sequence[Any]) -> str:
+    """Reason why a graph that took `args`, of these versions, and gave `results` cannot wait; "" if there is none."""
+    if [version_of(x) for x in args] != versions:
+        return "it changes an input or a buffer in place"
+    if not all(isinstance(x, torch.Tensor) and x.layout is torch.strided for x in results):
+        return "it returns something else than tensors"
+    with compat.plain_torch_functions():
+        memory = [_memory(x) for x in (*args, *results)]
+    if len({*memory[len(args):]}) < len(results) or not set(memory[:len(args)]).isdisjoint(memory[len(args):]):
+        return "outputs of it share memory with others, or with an input"
+    return "" if any(x.requires_grad for x in results) else "no output of it has a gradient"
 
 
 def _is_loss(fake: torch.Tensor) -> bool:

@@ -164,7 +164,7 @@ class RecordGraph:
             self._function = compile_(self._module())
         outer, counts.are_running = counts.are_running, True
         try:
-            with compat.keeping_saved_values():  # also where Dynamo compiles it again
+            with compat.keeping_saved_values(), compat.forgetting_inputs():  # also where Dynamo compiles it again
                 return self._function(*arguments)
         except Exception as error:
             reason = getattr(error, "inner_exception", None) or error.__cause__ or error
