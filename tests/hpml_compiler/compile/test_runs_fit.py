@@ -43,6 +43,8 @@ CASES = {  # model, batch, ranks, options, a memory that is enough (for some aft
     "every stage all of it": (Head, rows, 4, {"mesh": {"pp": 4}}, (600_000, 400_000)),
 }
 SEARCHED = "microbatches", "split stages"
+TINY_S = 1e-3
+"""Work of the problem of when to gather, which has a limit of its own."""
 
 
 def run(case: str, cluster: str) -> str:
@@ -63,7 +65,7 @@ def run(case: str, cluster: str) -> str:
             call(*batch())
         except Exception as error:
             return refusal(error)
-        assert case not in SEARCHED or sum(limit.left_s < limit.seconds for limit in limits) == 1
+        assert case not in SEARCHED or sum(limit.left_s < limit.seconds - TINY_S for limit in limits) == 1
         return "fits" if case.startswith("every") else f"fits: {hpml_compiler.last_plan().peak.parts}"
 
 
