@@ -125,7 +125,7 @@ STAGED: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}, "microbatches": 4}
 BLOCKS_OF_RANK = 4
 CASES_IN_STAGES: dict[str, dict[str, Any]] = {
     "once": STAGED | {"gather": "once"}, "each": STAGED | {"gather": "each"},
-    "loss outside": STAGED | {"gather": "each", "schedule": "zero_bubble", "model": Features},
+    "loss outside": STAGED | {"gather": "each", "schedule": "zero_bubble", "model": Features, "outputs": "whole"},
     "plan": STAGED | {"plan": "each"},
 }
 
