@@ -28,6 +28,14 @@ def keeping_saved_values() -> Any:
     return config.patch(donated_buffer=False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def forgetting_inputs() -> contextlib.AbstractContextManager[Any]:
+    """Context in which Dynamo, with any backend, keeps no weak references to the inputs of what it compiles: with one,
+    `model.to(...)` cannot replace a parameter. By default that is so for registered backends."""
+    config: Any = torch._dynamo.config
+    name = "invalidate_compile_context_weakrefs"
+    return config.patch(**{name: True}) if hasattr(config, name) else contextlib.nullcontext()
+
+
 def is_compile_error(error: BaseException) -> bool:
     """True for an error of Dynamo, or of a backend that it called, while it compiled a function."""
     from torch._dynamo.exc import TorchDynamoException

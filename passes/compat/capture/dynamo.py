@@ -183,14 +183,6 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def forgetting_inputs() -> contextlib.AbstractContextManager[Any]:
-    """Context in which Dynamo, with any backend, keeps no weak references to the inputs of what it compiles: with one,
-    `model.to(...)` cannot replace a parameter. By default that is so for registered backends."""
-    config: Any = torch._dynamo.config
-    name = "invalidate_compile_context_weakrefs"
-    return config.patch(**{name: True}) if hasattr(config, name) else contextlib.nullcontext()
-
-
 def as_one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: Dynamo writes a call of this function into its graph as one node, without a look at its code."""
     torch._dynamo.allow_in_graph(function)
