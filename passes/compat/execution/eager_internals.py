@@ -81,13 +81,25 @@ def inside_autograd_function() -> bool:
         return False
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _APPLY:
+        if frame.f_code is _APPLY or _APPLY is None and _is_forward(frame.f_code):
             return True
         frame = frame.f_back
     return False
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+"""None since torch 2.15, where it is no Python function any more."""
+
+
+@functools.lru_cache(1024)
+def _is_forward(code: Any) -> bool:
+    """True if this is the code of an autograd function's forward."""
+    kinds: list[Any] = [torch.autograd.Function]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if getattr(getattr(vars(kind).get("forward"), "__func__", None), "__code__", None) is code:
+            return True
+    return False
 
 
 def inside_backward() -> bool:
