@@ -160,7 +160,7 @@ def _together(work: Callable[[], T]) -> T:
 
 
 def _writer_facts() -> dict[str, Any]:
-    """What wrote a checkpoint: releases, number of ranks, mesh, and a stamp of the plan (graphs and options)."""
+    """Origin of a checkpoint: releases, number of ranks, mesh, and a stamp of the plan (graphs and options)."""
     session = current()
     stamp = blake2b(repr((session.trail, session.mesh, session.options)).encode(), digest_size=8).hexdigest()
     return {"hpml": _version("hpml-compiler"), "torch": str(torch.__version__), "ranks": world_size(),

@@ -38,7 +38,7 @@ def small_outputs() -> Iterator[None]:
 
 
 class Before(nn.Module):
-    """What an operator gets: a sample's first tensor, a bit more or less, so that it stays where the operator is defined."""
+    """Operand of an operator: a sample's first tensor, a bit more or less, so that it stays where the operator is defined."""
 
     def __init__(self, sample: Any):
         super().__init__()

@@ -84,7 +84,7 @@ class LossMemory:
 
     def __init__(self, name: str, run: Call, leaf: Call, compile_: Callable[[torch.fx.GraphModule], Call]) -> None:
         self.name, self.run, self.leaf, self.compile = name, run, leaf, compile_
-        self.calls = self.failures = self.successes = 0
+        self.failures = self.successes = 0
         self.first: RecordedCall | None = None
         self.values: tuple[RecordedValue, ...] = ()
         self.losses: dict[RecordedCall, KnownLoss] = {}

@@ -66,8 +66,7 @@ class RecordedOutput(DeferredOutput):
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         first = args[0] if args else None
-        asks = name in QUESTIONS or name == "__get__" and func.__self__.__name__ in DESCRIPTION  # type: ignore[attr-defined]
-        if asks and isinstance(first, RecordedOutput) and "value" not in vars(first):
+        if asks_metadata(func, name) and isinstance(first, RecordedOutput) and "value" not in vars(first):
             with compat.plain_torch_functions():
                 return func(*args, **kwargs)
         with compat.plain_torch_functions():
@@ -174,6 +173,17 @@ def recordable_now() -> bool:
                 or torch.is_inference_mode_enabled() or compat.inside_autograd_function())
 
 
+def asks_metadata(func: Any, name: str) -> bool:
+    """True if a call asks for what is known of a result without its values."""
+    return name in QUESTIONS or name == "__get__" and func.__self__.__name__ in DESCRIPTION
+
+
+def without_wrapper(tensor: torch.Tensor) -> torch.Tensor:
+    """A computed result, or an output that was gathered, as the plain tensor."""
+    made: Any = plain(tensor)
+    return made.used() if not is_unread(made) and "shared" in vars(made) else made
+
+
 def recorded(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Offer a call with a sharded or recorded operand to the record. NotImplemented if it runs as today."""
     if not recordable_now():
@@ -200,9 +210,7 @@ def recorded(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str,
     def operand(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, RecordedOutput) and vars(tensor)["record"] is not record:
             tensor.read()
-        tensor = plain(tensor)
-        whole = not is_unread(tensor) and "shared" in vars(tensor)
-        return tensor.used() if whole else tensor  # type: ignore[attr-defined]
+        return without_wrapper(tensor)
 
     return record.add(func, map_tensors(operand, args), map_tensors(operand, kwargs), RecordedOutput)
 

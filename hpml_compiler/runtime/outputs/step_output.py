@@ -7,9 +7,17 @@ from typing import Any
 import torch
 
 from hpml_compiler.runtime.dtensor.op_dispatch import map_tensors, tensors_in
-from hpml_compiler.runtime.outputs.call_modes import Modes, is_unread
-from hpml_compiler.runtime.outputs.deferred_output import DESCRIPTION, QUESTIONS
-from hpml_compiler.runtime.outputs.recorded_output import LIKES, RecordedOutput, changes, on_the_way, plain, recordable_now
+from hpml_compiler.runtime.outputs.call_modes import Modes
+from hpml_compiler.runtime.outputs.recorded_output import (
+    LIKES,
+    RecordedOutput,
+    asks_metadata,
+    changes,
+    on_the_way,
+    plain,
+    recordable_now,
+    without_wrapper,
+)
 from hpml_compiler.runtime.outputs.step_calls import StepCalls
 from passes import compat
 from passes.errors import HpmlError
@@ -32,9 +40,8 @@ class StepOutput(RecordedOutput):
                            kwargs: dict[str, Any] | None = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         first = args[0] if args else None
-        asks = name in QUESTIONS or name == "__get__" and func.__self__.__name__ in DESCRIPTION  # type: ignore[attr-defined]
         with compat.plain_torch_functions():
-            if asks and isinstance(first, StepOutput) and "value" not in vars(first):
+            if asks_metadata(func, name) and isinstance(first, StepOutput) and "value" not in vars(first):
                 return func(*args, **kwargs)
             ours = [x for x in tensors_in((args, kwargs)) if isinstance(x, StepOutput) and "value" not in vars(x)]
         if not ours:
@@ -81,6 +88,4 @@ def _settled(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if isinstance(tensor, RecordedOutput):
         tensor.read()
-        tensor = plain(tensor)
-    whole = not is_unread(tensor) and "shared" in vars(tensor)
-    return tensor.used() if whole else tensor  # type: ignore[attr-defined]
+    return without_wrapper(tensor)
