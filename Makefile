@@ -68,7 +68,7 @@ gpu:
 WHEELS = "$(PYTHON)" -m pip download --quiet $(PIP_ARGS) --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 	-c constraints.txt --dest gpu-wheels
 gpu-wheels:
-	$(WHEELS) --no-deps pulp highspy psutil packaging networkx
+	$(WHEELS) --no-deps pulp highspy psutil packaging networkx liger-kernel
 	$(WHEELS) pydantic rich typer
 
 lint: .venv-test/.made

@@ -397,7 +397,13 @@ def collectives(args: argparse.Namespace) -> dict[str, Any]:
     return {"ok": not wrong, "says": f"wrong: {', '.join(wrong)}" if wrong else f"all right over {backend}", "backend": backend}
 
 
-CHECKS = {check.__name__: check for check in (environment, energy, collectives, model, step_time, budget, run, profile)}
+def checks() -> dict[str, Callable[[argparse.Namespace], dict[str, Any]]]:
+    """By name; those of other files import this one."""
+    from gpu_checkpoints import checkpoint
+    from gpu_outputs import heads, outputs
+
+    return {check.__name__: check for check in (
+        environment, energy, collectives, model, step_time, budget, run, profile, outputs, heads, checkpoint)}
 
 
 @contextlib.contextmanager
@@ -411,7 +417,7 @@ def _group() -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("check", choices=CHECKS)
+    parser.add_argument("check", choices=checks())
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--models", default=str(HERE / "small_models.py"))
     parser.add_argument("--name", default="", help="of the model, for the check `model`")
@@ -421,7 +427,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     with _group():
         try:
-            result = CHECKS[args.check](args)
+            result = checks()[args.check](args)
         except Exception as error:  # the table says it in a line, the output has it whole
             import traceback
 

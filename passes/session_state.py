@@ -31,6 +31,10 @@ class SessionState:
         """Replace the session's object of this class. The one before is not closed."""
         self._parts[type(part)] = part
 
+    def reset(self) -> None:
+        """Forget what is known of the models compiled so far: objects of classes with `is_of_models`."""
+        self._parts = {kind: part for kind, part in self._parts.items() if not getattr(kind, "is_of_models", False)}
+
     def close(self) -> None:
         """Forget all objects, the latest first, after `close()` of those that have it. The next `of` starts a new session."""
         while self._parts:

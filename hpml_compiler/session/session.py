@@ -162,6 +162,7 @@ def reset() -> None:
     world = dist.group.WORLD if dist.is_initialized() else None
     kept = {key: mesh for key, mesh in before.device_meshes.items() if key[-1] is world}
     state.put(Session(device_meshes=kept, own_meshes={key for key in before.own_meshes if key in kept}))
+    state.reset()
     forget_device()
 
 

@@ -62,6 +62,8 @@ class NotedCalls(Protocol):
 class LossMemories(list["LossMemory"]):
     """Those of all graphs, in the order in which they were compiled."""
 
+    is_of_models = True
+
 
 class OpenCalls:
     """The outputs of the last call of a graph while they are noted, or not computed yet."""

@@ -30,7 +30,7 @@ class CompiledRecords(Counter[Hashable]):
     """Graphs that were compiled for calls on sharded outputs, by the names of the functions. are_running: while one is called,
     or compiled for a call."""
 
-    are_running = False
+    are_running, is_of_models = False, True
 
 
 @dataclass(frozen=True)

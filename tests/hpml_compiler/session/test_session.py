@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import hpml_compiler
+from hpml_compiler.runtime.outputs import recorded_call
+from hpml_compiler.runtime.outputs.loss_memory import LossMemories
 from hpml_compiler.session import session
-from passes.session_state import state
+from passes.session_state import state, state_of
 from tests.hpml_compiler.compile.inputs.test_graph_inputs import Net, in_turn
 
 
@@ -37,6 +40,21 @@ def run_sweep(rank):
     # Process groups, each of which has threads, are made once for a mesh and not once for a model.
     first, _, third = (model.a.weight.device_mesh.get_group() for model in models)
     assert first is third
+    run_losses_outside()
+
+
+def run_losses_outside():
+    """What is known of a model's loss, and how many graphs were compiled for it, ends with the model."""
+    recorded_call.MOST_GRAPHS = 1
+    for _ in range(2):
+        hpml_compiler.reset()
+        model = torch.nn.Linear(16, 2048)
+        call = torch.compile(model, backend="hpml", options={"compiler": "eager", "mesh": {"dp": 2}})
+        for _ in range(3):
+            F.cross_entropy(call(torch.ones(64, 16)), torch.arange(64)).backward()
+            model.zero_grad()
+        (memory,) = state_of(LossMemories)
+        assert memory.described() == "graph_0: the script's loss (cross_entropy) is part of the step"
 
 
 @pytest.mark.timeout(160)
