@@ -51,7 +51,8 @@ class StagePlan(Record):
     listed operation for one microbatch (operations outside of the loop: once). parameters, parameter_bytes: parameters whose
     gradients it completes, and their bytes. forward_us, backward_us, send_us (to the next stage), return_us (to the previous
     stage), saved_bytes: per microbatch. in_flight: the largest number of microbatches with saved activations at a time;
-    memory_bytes: memory of its rank for this stage then, with parameters, gradients and optimizer state as they are stored.
+    resident_bytes: of its parameters, of all their gradients and of their optimizer state, as they are stored. They are not all
+    in memory when the most activations are, so that the peak (see kept) can be below resident_bytes + saved_bytes * in_flight.
     weight_us: the part of backward_us for weight gradients, where the schedule runs it separately; saved_bytes is then the
     larger of the bytes before that part and after the other part of backward, so saved_bytes * in_flight is an upper bound.
     kept: what it saves for backward, for all microbatches of a step, and its peaks, with what other stages of its rank have in
@@ -70,7 +71,7 @@ class StagePlan(Record):
     return_us: Microseconds
     saved_bytes: Count
     in_flight: Count
-    memory_bytes: Count
+    resident_bytes: Count
     sends: Annotated[tuple[SentPlan, ...], Field(strict=False)]
     kept: CheckpointingPlan | None = None
     parts: dict[str, Microseconds] = Field(default_factory=dict)

@@ -12,7 +12,7 @@ from passes.errors import BadInput
 from passes.filesystem.text_files import read_text, write_file
 from passes.json_records import parse_json
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 
 class PlanFile(Record):

@@ -91,7 +91,7 @@ def stages_of(pipe: PipelinePlan, times: Sequence[StageTimes], sends: Sequence[t
     """Stages as the schedule simulation takes them. sends: send times to use instead of the plan's. optimizer_us,
     accumulate_us: time of the optimizer step, and of accumulating the gradients of one microbatch, on the rank with the most
     resident memory; other ranks take proportionally less."""
-    held = [stage.memory_bytes - stage.saved_bytes * stage.in_flight for stage in pipe.stages]
+    held = [stage.resident_bytes for stage in pipe.stages]
     most = max(sum(nbytes for stage, nbytes in zip(pipe.stages, held) if stage.rank == rank) for rank in range(pipe.ranks))
     found = []
     for k, (stage, own) in enumerate(zip(pipe.stages, times, strict=True)):

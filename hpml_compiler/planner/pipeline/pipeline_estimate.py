@@ -75,7 +75,7 @@ def _stage(k: int, record: GraphPlan, parts: Sequence[StagePart], table: Pipelin
         forward_us=times.forward_us, backward_us=backward_us,
         weight_us=None if part.weight_share is None else backward_us * part.weight_share,
         send_us=0.0, return_us=0.0, saved_bytes=part.saved_bytes, in_flight=part.in_flight,
-        memory_bytes=sum(resident_bytes(record, held)) + part.saved_bytes * part.in_flight, sends=part.sends, kept=part.kept)
+        resident_bytes=sum(resident_bytes(record, held)), sends=part.sends, kept=part.kept)
 
 
 def resident_memory(record: GraphPlan, names: Collection[str]) -> GraphMemory:
@@ -86,10 +86,16 @@ def resident_memory(record: GraphPlan, names: Collection[str]) -> GraphMemory:
 
 
 def resident_bytes(record: GraphPlan, names: Collection[str]) -> tuple[int, int, int]:
-    """Bytes of these parameters, of their gradients and of their optimizer state, in proportion to those of all parameters."""
-    memory, total = record.memory, sum(each.bytes_per_device for each in record.parameters.values())
-    share = sum(record.parameters[name].bytes_per_device for name in names) / total if total else 0.0
-    return round(memory.parameters * share), round(memory.gradients * share), round(memory.optimizer * share)
+    """Bytes of these parameters and, for the trainable ones, of their gradients and optimizer state: their shares of all."""
+    memory, parameters = record.memory, record.parameters
+
+    def share(trainable: bool) -> float:
+        counted = {name: each.bytes_per_device for name, each in parameters.items() if each.trainable or not trainable}
+        total = sum(counted.values())
+        return sum(counted.get(name, 0) for name in names) / total if total else 0.0
+
+    trained = share(True)
+    return round(memory.parameters * share(False)), round(memory.gradients * trained), round(memory.optimizer * trained)
 
 
 def _with_memory(record: GraphPlan, pipe: PipelinePlan, memory: Sequence[GraphMemory]) -> GraphPlan:

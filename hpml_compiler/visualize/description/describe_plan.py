@@ -131,8 +131,7 @@ def _memory_of_ranks(graph: GraphPlan, pipe: PipelinePlan) -> list[dict[str, int
     """Bytes by part at the peak of each rank. A rank's state is in proportion to that of the fullest."""
     memory = graph.memory
     state = memory.parameters + memory.gradients + memory.optimizer
-    held = [sum(stage.memory_bytes - stage.saved_bytes * stage.in_flight for stage in pipe.stages if stage.rank == rank)
-            for rank in range(pipe.ranks)]
+    held = [sum(stage.resident_bytes for stage in pipe.stages if stage.rank == rank) for rank in range(pipe.ranks)]
     found: list[Peak] = []
     for rank in range(pipe.ranks):
         kept = [stage.kept for stage in pipe.stages if stage.rank == rank and stage.kept is not None]

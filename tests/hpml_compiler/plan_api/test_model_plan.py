@@ -47,7 +47,7 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("text", "message"), [
     ("{", "not a plan"),
     ("[]", "format_version"),
-    (edited(gpt_plan(1), format_version=1), "format_version 6, this one has 1"),
+    (edited(gpt_plan(1), format_version=1), "format_version 7, this one has 1"),
     (edited(gpt_plan(1), world_size=4), "does not multiply to world_size 4"),
     (edited(gpt_plan(1), world_size="8"), "world_size"),
     (edited(gpt_plan(1), surprise=1), "surprise"),

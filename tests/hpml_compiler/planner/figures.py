@@ -66,7 +66,9 @@ def _stages(plan: Plan) -> None:
     assert alone.communication_us == pytest.approx(cost.communication_us, rel=1e-9)
     moved = sum(hop.predicted_us * move.multiplicity for move in graph.redistributions for hop in move.hops if hop.bytes)
     assert cost.communication_us * graph.pipeline.ranks >= moved, "microbatches take no less than a whole batch"
-    assert max(stage.memory_bytes for stage in graph.pipeline.stages) <= plan.peak.bytes
+    memory, pipe = graph.memory, graph.pipeline
+    resident = [sum(stage.resident_bytes for stage in pipe.stages if stage.rank == rank) for rank in range(pipe.ranks)]
+    assert max(resident) == pytest.approx(memory.parameters + memory.gradients + memory.optimizer, abs=4 * len(pipe.stages))
 
 
 def _description(plan: Plan, played, table: str) -> None:

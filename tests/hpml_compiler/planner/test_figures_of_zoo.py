@@ -9,6 +9,7 @@ from tests.passes.op_rules.families.zoo import MODELS
 
 CASES = {
     "gpt2": ("1x4:a100-80g", {"mesh": {"pp": 2, "tp": 2}, "microbatches": 2}),
+    "bert": ("1x4:a100-80g", {"mesh": {"pp": 2, "dp": 2}, "microbatches": 2}),  # less in memory at once than saved and resident
     "llama": ("1x4:h100-80g", {"mesh": {"dp": 2, "tp": 2}}),
     "t5": ("1x2:cpu", {"mesh": {"dp": 2}, "zero": 3}),
     "mixtral": ("1x2:a100-80g", {}),

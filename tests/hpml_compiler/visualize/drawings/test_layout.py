@@ -28,7 +28,8 @@ def staged_plan(stages: int = 4):
         made.append(StagePlan(
             blocks=blocks, rank=k, operations=own, parameters=[name for name in graph.parameters if name.startswith(f"h.{k}.")],
             parameter_bytes=100, forward_us=10.0, backward_us=20.0, send_us=1.0, return_us=1.0, saved_bytes=1000, in_flight=2,
-            memory_bytes=5000, sends=sends, parts={"compute": 50.0, "communication": 10.0, "recompute": 0.0, "optimizer": 5.0}))
+            resident_bytes=3000, sends=sends,
+            parts={"compute": 50.0, "communication": 10.0, "recompute": 0.0, "optimizer": 5.0}))
     pipe = PipelinePlan(schedule="1f1b", ranks=stages, microbatches=2, step_us=100.0, bubble=0.2, stages=made)
     mesh = {"pp": stages, "dp": 2, "tp": 4}
 
