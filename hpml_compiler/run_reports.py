@@ -7,6 +7,7 @@ from hpml_compiler.monitor.report import Report
 from hpml_compiler.monitor.stage_monitor import STAGES_ARE_MEASURED, StagesReport
 from hpml_compiler.runtime.outputs.loss_memory import LossMemories
 from hpml_compiler.session import session
+from hpml_compiler.visualize.description.describe_plan import loss_words
 from passes.errors import BadInput
 from passes.session_state import state_of
 
@@ -21,7 +22,10 @@ def last_report() -> Report:
     if report is None:
         raise BadInput("no training step was measured yet", "last_report",
                        "train for a few steps, on several ranks and without the option monitor=False")
-    return replace(report, losses=tuple(line for each in state_of(LossMemories) if (line := each.described())))
+    current = session.current()
+    chunked = (f"{name}: the loss is computed {loss_words(found)}" for name, found in current.loss_chunks.items()
+               if found.count > 1 or current.options.loss_chunks != "auto")
+    return replace(report, losses=(*(line for each in state_of(LossMemories) if (line := each.described())), *chunked))
 
 
 def last_stages() -> StagesReport:

@@ -30,7 +30,7 @@ from hpml_compiler.compile.wrapper.runtime_wrapper import backward_wrapper, runt
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.memory_budget import StepContext
 from hpml_compiler.planner.stage_warnings import warn_without_stages
-from hpml_compiler.planner.step_decision import DecidedStep
+from hpml_compiler.planner.step_decision import DecidedStep, decomposes_loss
 from hpml_compiler.planner.traced_passes import change_traced
 from hpml_compiler.plans.schema import BlocksReport
 from hpml_compiler.runtime.consistency.rank_sync import CompiledTogether, same_options
@@ -128,11 +128,11 @@ class GraphCompiler:
     # -- callbacks of AOTAutograd --------------------------------------------------------------------------------------
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-        found = self.earlier.entry
-        if found is None:
-            change_traced(joint, num_fwd_outputs, self.options, self.alone)
-            self.earlier.note_results(joint, num_fwd_outputs)
-            halves = self._split(joint, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
+        if (found := self.earlier.entry) is None:
+            with self.made.noting_chunks():
+                change_traced(joint, num_fwd_outputs, self.options, self.alone)
+                self.earlier.note_results(joint, num_fwd_outputs)
+                halves = self._split(joint, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
         else:
             self.lowering.forward_outputs, self.lowering.shares = num_fwd_outputs, False
             halves = self._restored()
@@ -176,7 +176,7 @@ class GraphCompiler:
 
     def _decompositions(self) -> dict[Any, Callable[..., Any]] | None:
         """Decompositions for tracing; on one rank under a budget and without microbatches, those of `hpml plan`."""
-        whole = self.alone and self.sharing is not None and self.options.microbatches == 1
+        whole = self.alone and self.sharing is not None and self.options.microbatches == 1 and not decomposes_loss(self.options)
         return None if whole and not self.lowering.inductor else decompositions(self.options.compiler)
 
     def _deciding(self) -> GraphDecisions:

@@ -62,7 +62,7 @@ class Report:
     """Predicted µs by which the best plan on another mesh is slower; None if there was no other."""
     losses: tuple[str, ...] = ()
     """For each graph that returns no loss: the call in the script by which its loss became part of the step, or the reason why
-    it did not."""
+    it did not. Then, for each graph: in how many chunks its loss is computed on this rank."""
 
     @property
     def could_be_another_plan(self) -> bool:

@@ -16,10 +16,11 @@ from hpml_compiler.planner.graph.microbatching import joint_of_loss
 from hpml_compiler.planner.graph.plan_assembly import as_plan
 from hpml_compiler.planner.graph.step_problem import StepProblem
 from hpml_compiler.planner.graph_boundaries import GraphBoundaries
+from hpml_compiler.planner.loss_chunking import loss_chunking
 from hpml_compiler.planner.search.dry_run import DryRun
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.stage_warnings import warn_of_empty_stages, warn_without_stages
-from hpml_compiler.planner.step_decision import DecidedStep
+from hpml_compiler.planner.step_decision import DecidedStep, with_chunks
 from hpml_compiler.planner.traced_model import TracedModel, fitting_rows, microbatches_of
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt, UnplannedPart
 from hpml_compiler.runtime.process.gc_pause import gc_paused
@@ -33,6 +34,7 @@ from passes.presets import annotate
 from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.solver.work_limit import WorkLimit
 from passes.tracing.joint_trace import JointTrace
+from passes.transforms.loss_chunks.chunk_notes import noting_chunks
 
 log = logging.getLogger("hpml")
 
@@ -138,7 +140,8 @@ class OfflinePlanner:
     def record(self, step: StepProblem) -> GraphPlan:
         """The plan of one graph. Raises Infeasible, with the smallest budget that is known to work, and `DepthsDiffer` or
         `LayersDiffer` where a few layers do not represent all."""
-        decided = self._decided(step)
+        with noting_chunks() as notes:
+            decided = self._decided(step)
         decision, planned, sharing = decided.decision, decided.planned, step.sharing
         if planned is not None and decision.stages is None:
             self.boundaries.note(step.name, step.annotated, planned.decision)
@@ -157,7 +160,7 @@ class OfflinePlanner:
                                         decision.microbatches)
             record, rejected = single.record, single.rejected
         self.rejected += rejected if self.options.stage_ranks == 1 else ()
-        return record
+        return record if self.hurried else with_chunks(record, loss_chunking(step, decided, notes))
 
     def _decided(self, step: StepProblem) -> DecidedStep:
         try:

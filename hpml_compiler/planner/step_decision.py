@@ -2,15 +2,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.memory_budget import GraphMemory
+from hpml_compiler.plans.pipeline_records import LossChunksPlan
 from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
-from passes.graph.decision import Decision, MicrobatchPlacement
+from passes.graph.decision import Decision, LossChunking, MicrobatchPlacement
 from passes.graph.loops.loop_parts import LoopSplit
 from passes.json_records import FrozenMap
 from passes.pipeline.stage_assignment import StageAssignment
@@ -32,6 +33,7 @@ class StepDecision:
     microbatch repeats; None without a loop on devices. schedule, stages: of the pipeline; the stages are None
     without one, and until the loop is cut out, which they are found in. checkpointing: activations that are saved, offloaded,
     or else recomputed; None where the partitioner decides. stage_checkpointing: the same of each stage, once they are cut out.
+    loss_chunks: how the loss is computed; None where nothing was asked for, and with stages, of which one rank has the loss.
     pinned: the parts that the user decided.
     """
 
@@ -43,6 +45,7 @@ class StepDecision:
     stages: StageAssignment | None = None
     checkpointing: CheckpointDecision | None = None
     stage_checkpointing: tuple[CheckpointDecision, ...] = ()
+    loss_chunks: LossChunking | None = None
     pinned: frozenset[str] = frozenset()
 
     @property
@@ -64,6 +67,7 @@ class StepDecision:
                  "stages": self.stages and f"{self.stages.count} under {self.schedule}",
                  "checkpointing": self.checkpointing and f"{len(self.checkpointing.names)} values saved, "
                                                          f"{self.checkpointing.recomputed} calls recomputed",
+                 "loss": self.loss_chunks and self.loss_chunks.count > 1 and f"{self.loss_chunks.count} chunks of rows",
                  "stage checkpointing": ", ".join(f"{each.recomputed} calls recomputed" for each in self.stage_checkpointing)}
         return "\n".join(f"{name}: {text} ({'pinned' if name in self.pinned else 'decided'})"
                          for name, text in parts.items() if text)
@@ -83,6 +87,18 @@ class DecidedStep:
     loop: LoopSplit | None = field(default=None, repr=False)
     fullest: GraphMemory | None = None
 
+    def with_chunks(self, found: LossChunking) -> DecidedStep:
+        """The step, now that its loss is rewritten."""
+        planned, record = self.planned, self.record and with_chunks(self.record, found)
+        planned = planned and replace(planned, record=with_chunks(planned.record, found))
+        return replace(self, decision=replace(self.decision, loss_chunks=found), planned=planned, record=record)
+
+
+def with_chunks(record: GraphPlan, found: LossChunking | None) -> GraphPlan:
+    """The record of a step whose loss is computed so."""
+    said = found and LossChunksPlan(count=found.count, head=found.head, reason=found.reason)
+    return record if said is None else record.model_copy(update={"loss_chunks": said})
+
 
 def defers_outputs(options: Options) -> bool:
     """True if large outputs beside the loss are computed when the script first reads them, and not in the step."""
@@ -90,10 +106,15 @@ def defers_outputs(options: Options) -> bool:
     return options.shards_outputs and options.stage_ranks == options.microbatches == 1 and not keeps
 
 
+def decomposes_loss(options: Options) -> bool:
+    """True if operators are taken apart even where one device would run them as they are: chunks of a loss need that."""
+    return options.loss_chunks not in (1, "auto")
+
+
 def pinned_by(options: Options) -> frozenset[str]:
     """The parts of a decision that the options pin."""
     given = {"mesh": options.mesh is not None, "placements": options.plan is not None,
              "microbatches": options.microbatches > 1, "stages": options.stage_ranks > 1,
              "gathers": options.gather != "auto" or options.plan is not None,
-             "checkpointing": options.plan is not None or bool(options.recompute)}
+             "checkpointing": options.plan is not None or bool(options.recompute), "loss": options.loss_chunks != "auto"}
     return frozenset(name for name, pins in given.items() if pins)

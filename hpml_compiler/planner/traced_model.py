@@ -22,7 +22,7 @@ from hpml_compiler.planner.graph.few_layer_trace import (
     with_few_layers,
 )
 from hpml_compiler.planner.graph.microbatching import joint_of_loss
-from hpml_compiler.planner.step_decision import defers_outputs
+from hpml_compiler.planner.step_decision import decomposes_loss, defers_outputs
 from hpml_compiler.planner.traced_passes import change_traced
 from passes.analyses.microbatch_dims import fitting_microbatches
 from passes.graph.analyzed_graph import AnalyzedGraph
@@ -33,6 +33,7 @@ from passes.sharding.grouping.layer_removal import without_layers
 from passes.tracing.joint_trace import JointTrace, trace
 from passes.tracing.untraced_parts import UntracedPart
 from passes.transforms.loss_chunks.chunk_loss import Chunks
+from passes.transforms.loss_chunks.chunk_notes import noting_chunks
 from passes.transforms.outputs.split_outputs import split_outputs
 
 log = logging.getLogger("hpml")
@@ -62,7 +63,8 @@ class TracedModel:
     @cached_property
     def traced(self) -> list[JointTrace]:
         """All graphs of the full model, under a budget before any pass of hpml's own."""
-        return self._known(ALL_LAYERS, lambda: trace(self.model, self.batch, self.options.compiler, self.alone, self.run_breaks,
+        alone = self.alone and not decomposes_loss(self.options)
+        return self._known(ALL_LAYERS, lambda: trace(self.model, self.batch, self.options.compiler, alone, self.run_breaks,
                                                      self.unplanned, self._defer))
 
     def _defer(self, gm: GraphModule) -> GraphModule | None:
@@ -117,8 +119,10 @@ class TracedModel:
             return self.known[layers, looped, defers]
         self._splits = False
         found = find()
-        for each in found:
-            change_traced(each.gm, each.forward_outputs, self.options, chunks)
+        for k, each in enumerate(found):
+            with noting_chunks() as notes:
+                change_traced(each.gm, each.forward_outputs, self.options, chunks)
+            found[k] = replace(each, loss_chunks=notes[-1] if notes else None)
         if self.known is not None:
             same = (defers,) if self._splits or not defers else (True, False)
             self.known |= {(layers, looped, each): found for each in same}

@@ -1,4 +1,4 @@
-"""Records of a plan for microbatches and pipeline stages."""
+"""Records of a plan for microbatches, chunks of the loss, and pipeline stages."""
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -35,6 +35,15 @@ class MicrobatchPlan(Record):
     reduced: Names = ()
     repeated: Names = ()
     loss_inside: bool = True
+
+
+class LossChunksPlan(Record):
+    """How the loss is computed. count: number of chunks of rows; 1 computes it at once. head: the operation that makes the
+    logits, from which on it is in chunks; "" where it is at once. reason: why it is at once."""
+
+    count: Annotated[int, Field(ge=1)] = 1
+    head: str = ""
+    reason: str = ""
 
 
 class SentPlan(Record):

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.memory_records import MemoryBytes, Peak
-from hpml_compiler.plans.pipeline_records import MicrobatchPlan, PipelinePlan
+from hpml_compiler.plans.pipeline_records import LossChunksPlan, MicrobatchPlan, PipelinePlan
 from hpml_compiler.plans.record_fields import (
     ClassId,
     Count,
@@ -224,8 +224,7 @@ class GraphPlan(Record):
     `kept`: activation checkpointing, where it was decided under a memory budget; else None.
     `microbatches`: the split of the batch into microbatches, if there is one. Operations and redistributions are listed
     for the whole batch; `predicted` and `memory` are those of the split step.
-
-    `pipeline`: the pipeline stages, if there are any.
+    `pipeline`: the pipeline stages, if there are any. `loss_chunks`: those of the loss, or why there are none; None if unknown.
 
     `at_peak`: the memory peak of a step of this graph alone, of `memory.peak` bytes; None before it is computed, and in plans
     that are written by hand.
@@ -255,6 +254,7 @@ class GraphPlan(Record):
     kept: CheckpointingPlan | None = None
     microbatches: MicrobatchPlan | None = None
     pipeline: PipelinePlan | None = None
+    loss_chunks: LossChunksPlan | None = None
     at_peak: Peak | None = None
     blocks: dict[str, BlocksReport] = Field(default_factory=dict)
 

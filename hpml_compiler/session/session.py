@@ -26,6 +26,7 @@ from hpml_compiler.session.step_memory import StepGraphs
 from passes import compat
 from passes.cost_model.measured.mesh_prices import CachedMeasurements
 from passes.errors import BadInput
+from passes.graph.decision import LossChunking
 from passes.graph.layouts import StoredLayout
 from passes.hardware.axis import device_axes
 from passes.op_rules.base import REPLICATE
@@ -56,6 +57,8 @@ class Session:
     """Keys of the meshes whose process groups this session has created."""
     stage_starts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By frame, the first block of each stage but the first, so that evaluation is split into the same stages as training."""
+    loss_chunks: dict[str, LossChunking] = field(default_factory=dict)
+    """By graph, how this rank computes its loss."""
     monitor: Monitor | None = None
     stages_report: StagesReport | None = None
     step: StepGraphs = field(default_factory=StepGraphs)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.schema import ROOT, GraphPlan, OperationPlan, ParameterPlan, Redistribution
+from hpml_compiler.visualize.description.describe_plan import loss_words
 from hpml_compiler.visualize.description.device_grid import device_grid
 from hpml_compiler.visualize.description.module_classes import block_path, module_classes, owner_path
 from hpml_compiler.visualize.description.placement_words import parameter_words, uses_of, value_words, words_text
@@ -27,6 +28,7 @@ def explain(plan: PlanContent, name: str) -> str:
         if name in graph.operations:
             lines += _operation(graph, graph.operations[name])
         if lines:
+            lines += _loss(graph, name)
             heading = f"{name} in {graph.name}, mesh {format_mesh(graph.mesh)}"
             parts.append("\n".join([heading, *(f"  {line}" for line in [*lines, *_around(graph, name)])]))
     if not parts:
@@ -130,6 +132,25 @@ def _operation(graph: GraphPlan, operation: OperationPlan) -> Iterator[str]:
     for position, placements in enumerate(operation.inputs):
         source = f" from {operation.sources[position]}" if position < len(operation.sources) else ""
         yield f"reads input {position}{source} as {format_placements(placements, graph.mesh)}"
+
+
+def _loss(graph: GraphPlan, name: str) -> Iterator[str]:
+    """A line on the chunks of the loss, for its head, parameters that the head reads, and operations outside of any module."""
+    found, operation = graph.loss_chunks, graph.operations.get(name)
+    if found is None:
+        return
+    head = graph.operations.get(found.head)
+    read = {source for path in _views_before(graph, found.head) for source in graph.operations[path].sources} if head else set()
+    if name == found.head or name in read or operation is not None and operation.block == ROOT:
+        yield f"the loss is computed {loss_words(found)}"
+
+
+def _views_before(graph: GraphPlan, name: str) -> list[str]:
+    """An operation, and the views that it reads."""
+    found = [name]
+    for each in found:
+        found += [x for x in graph.operations[each].sources if x in graph.operations and graph.operations[x].kind == "view"]
+    return found
 
 
 def _around(graph: GraphPlan, name: str) -> Iterator[str]:

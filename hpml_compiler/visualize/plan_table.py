@@ -107,6 +107,8 @@ def _step(step: StepSummary, graph: GraphPlan, found: PlanDescription, width: in
                              f"{report.different} are distinct")
     if graph.microbatches is not None:
         yield labelled("microbatches", describe_microbatches(graph.microbatches, graph.parameters))
+    if step.loss and (graph.loss_chunks is None or graph.loss_chunks.count > 1 or "loss_chunks" in found.options):
+        yield labelled("loss", step.loss)
     one = len(found.steps) == 1
     yield labelled("per device", describe_memory(graph.memory, graph.at_peak) + (_of_limit(found) if one else ""))
     yield labelled("collectives", format_collectives(graph.collectives) or "none")

@@ -98,3 +98,13 @@ class MicrobatchPlacement:
     makes: tuple[tuple[str, ...], ...]
     share: float
     whole: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LossChunking:
+    """How the loss of one graph is computed. count: of chunks; 1 computes it at once. head: the call that makes the logits, ""
+    where it is at once. reason: why it is at once."""
+
+    count: int = 1
+    head: str = ""
+    reason: str = ""

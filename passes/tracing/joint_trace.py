@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from passes import compat
 from passes.errors import BadInput
+from passes.graph.decision import LossChunking
 from passes.graph.graph_signature import GraphInput, graph_inputs
 from passes.tracing.tracing_errors import check_batch, check_products, not_traceable
 from passes.tracing.untraced_parts import GraphCalls, UntracedPart
@@ -22,7 +23,8 @@ from passes.tracing.untraced_parts import GraphCalls, UntracedPart
 class JointTrace:
     """Joint graph, its inputs in the order of the Dynamo graph, and the number of its forward outputs. leaves: positions of the
     inputs whose gradients go into `.grad`; breaks: True if the graph ends at a graph break. received: position of an input that
-    an earlier graph of the step returned -> that graph, and the position among its results."""
+    an earlier graph of the step returned -> that graph, and the position among its results. loss_chunks: how the graph computes
+    its loss, where that was decided already."""
 
     gm: GraphModule
     inputs: list[GraphInput]
@@ -31,6 +33,7 @@ class JointTrace:
     leaves: frozenset[int] = frozenset()
     breaks: bool = False
     received: dict[int, tuple[int, int]] = field(default_factory=dict)
+    loss_chunks: LossChunking | None = None
 
 
 Defer = Callable[[GraphModule], GraphModule | None]

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.memory_budget import StepContext
-from hpml_compiler.planner.step_decision import StepDecision
+from hpml_compiler.planner.step_decision import StepDecision, with_chunks
 from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import BlocksReport, GraphPlan
 from passes import compat
@@ -21,6 +21,7 @@ from passes.graph.graph_copy import copy_graph
 from passes.hardware.cluster import Cluster
 from passes.serialization.serialized_graph import unpack
 from passes.tracing.joint_trace import JointTrace
+from passes.transforms.loss_chunks.chunk_notes import noting_chunks
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,16 @@ class PlanSource:
                                WorkLimit(self.options.time_limit), traced=traced, sharing=self.sharing,
                                written=frozenset(compat.mutated_inputs(traced.gm)))
             decision = self.decision
-            return CutPlan(step, times, decision.stage_starts, decision.stage_checkpointing, decision.gathers)(self.planned)
+            cut = CutPlan(step, times, decision.stage_starts, decision.stage_checkpointing, decision.gathers)
+            with noting_chunks() as notes:
+                record = cut(self.planned)
+            return with_chunks(record, notes[-1] if notes else None)
         options = self.options.model_copy(update={"mesh": None})
         if kept is not None:
-            return plan_single_device(annotated, kept, options, self.cluster, name, times=times).record
+            record = plan_single_device(annotated, kept, options, self.cluster, name, times=times).record
+            return with_chunks(record, self.decision.loss_chunks)
         record = plan_graph(annotated, options, self.cluster, name=name).record
-        return in_time(record, annotated, times, self.cluster, options)
+        return with_chunks(in_time(record, annotated, times, self.cluster, options), self.decision.loss_chunks)
 
 
 @dataclass

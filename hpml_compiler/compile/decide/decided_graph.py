@@ -1,7 +1,8 @@
 """Decisions about one graph in a run: restored from the graph cache, or made by `GraphDecisions`."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from hpml_compiler.planner.step_decision import DecidedStep, StepDecision
 from hpml_compiler.runtime.process.world_group import this_rank, world_size
 from hpml_compiler.session import session
 from passes.analyses.microbatch_dims import fitting_microbatches
+from passes.graph.decision import LossChunking
+from passes.transforms.loss_chunks.chunk_notes import noting_chunks
 
 
 class DecidedGraph:
@@ -32,10 +35,13 @@ class DecidedGraph:
         self.takes = RuntimeMetadata()
         self.decided = DecidedStep(StepDecision())
         self.microbatches = self._microbatches()
+        self.notes: list[LossChunking] = []
 
     def restore(self, earlier: RuntimeMetadata) -> None:
         """Restore the decisions of an earlier launch."""
         self.takes, self.decided = earlier, DecidedStep(earlier.decision)
+        if earlier.decision.loss_chunks is not None:
+            self.session.loss_chunks[self.name] = earlier.decision.loss_chunks
         self.inputs.gathered, self.inputs.written = set(earlier.gathered), set(earlier.written)
         if self.sharing is not None and earlier.budgeted is not None:
             self.session.step.graphs[self.sharing.frame] = earlier.budgeted
@@ -47,6 +53,21 @@ class DecidedGraph:
     def metadata(self) -> RuntimeMetadata:
         """Metadata for the runtime wrapper, once the graph is compiled."""
         return replace(self.takes, gathered=frozenset(self.inputs.gathered), written=frozenset(self.inputs.written))
+
+    @contextmanager
+    def noting_chunks(self) -> Iterator[None]:
+        """Context in which the graph is rewritten, for `note_chunks`."""
+        with noting_chunks() as self.notes:
+            yield
+
+    def note_chunks(self) -> None:
+        """Enter how the loss is computed, as the last rewrite noted it."""
+        if not self.notes:
+            return
+        found = self.session.loss_chunks[self.name] = self.notes[-1]
+        if self.stages is None:
+            self.decided = self.decided.with_chunks(found)
+            self.entry.change(self.decided.record)
 
     def _microbatches(self) -> int:
         """Number of microbatches of a step: as many as divide the rows that a rank has at the least."""

@@ -165,13 +165,16 @@ class GraphDecisions(DecidedGraph):
     def program(self, joint: GraphModule, decided: DecidedStep, others: bool) -> StepProgram | None:
         """The program of a step in microbatches or stages; None for any other, and for a graph that is too small for stages.
         others: see `step_interface`."""
+        self.note_chunks()  # those of one device, or of its loop
         step, decision = decided.step, decided.decision
         if step is None or decision.microbatches is None and decision.schedule is None:
             return None
         if self.stages is not None:
             self.takes = replace(self.takes, training=True)
             try:
-                return self._cut(decided, step, others)
+                program = self._cut(decided, step, others)
+                self.note_chunks()
+                return program
             except TooFewBlocks as error:
                 self.decided = self._unpipelined(joint, step, error)
                 return None
@@ -188,6 +191,7 @@ class GraphDecisions(DecidedGraph):
                 if kept is not None and decided.planned is not None:
                     builder = body_builder(gm, loop, self._trial(decided).builder(decided.planned, groups))
                     building_storage_program(builder)(loop.body)
+            self.note_chunks()
             tangents = () if placements is None else sharded_tangents_of(annotated, placements)  # with local shapes
             self.takes = replace(self.takes, sharded_outputs=outputs, tangents=tangents)
             program = one_stage_program(gm, loop, times.microbatches, step.outputs, step.written, others, self.entry.step_us,
@@ -235,6 +239,7 @@ class GraphDecisions(DecidedGraph):
             taken = {annotated.interface.positions[name]: each for name, each in batch_slices_of(gm).items()}
             tangents = sharded_tangents_of(annotated, decision)  # after the rewrite: with local shapes
             self.takes = replace(self.takes, sharded_outputs=outputs, slices=taken, tangents=tangents)
+        self.note_chunks()
         self.entry.log_plan(annotated.graph.unruled)
         if planned.checkpointing is not None:
             building_storage_program(self._trial(decided).builder(planned, self.session.groups(planned.mesh)))(gm)

@@ -59,6 +59,14 @@ class PlanEntry:
             heartbeat.watch_neighbor()
             log.log(logging.DEBUG if this_rank() else logging.WARNING, "%s", why)
 
+    def change(self, record: GraphPlan | None) -> None:
+        """Replace the record of a plan that was decided at once, now that more is known."""
+        if record is None or self.record is None:
+            return
+        graphs = self.session.graphs
+        graphs[next(k for k, each in enumerate(graphs) if each is self.record)] = record
+        self.record, self.seconds = record, record.seconds
+
     def watch(self) -> None:
         """Complete the entry of a plan that was decided at once."""
         if self.record is None:

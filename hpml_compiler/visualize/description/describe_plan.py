@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.peak_memory import fullest_moment, stage_moments
-from hpml_compiler.plans.pipeline_records import PipelinePlan, StagePlan
+from hpml_compiler.plans.pipeline_records import LossChunksPlan, PipelinePlan, StagePlan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.plans.unsplit_graph import why_not_split
 from hpml_compiler.visualize.description.module_classes import module_classes
@@ -29,6 +29,7 @@ from hpml_compiler.visualize.description.records import (
     StageSummary,
     StepSummary,
 )
+from passes.graph.decision import LossChunking
 
 PP_AXIS = "pp"
 
@@ -70,7 +71,8 @@ def describe_step(graph: GraphPlan) -> StepSummary:
         microbatches=pipe.microbatches if pipe else times.count if times else 1, schedule=pipe.schedule if pipe else "",
         bubble=pipe.bubble if pipe else 0.0, modules=tuple(modules), stages=stages,
         edges=tuple(edge_summaries(graph, classes)),
-        replicated={each.name: each.reason for each in graph.left_whole}, not_split=why_not_split(graph))
+        replicated={each.name: each.reason for each in graph.left_whole}, not_split=why_not_split(graph),
+        loss=loss_words(graph.loss_chunks))
 
 
 def _axes(plan: PlanContent, steps: Sequence[StepSummary]) -> tuple[AxisSummary, ...]:
@@ -115,6 +117,12 @@ def _busy(stage: StagePlan, microbatches: int) -> dict[str, float]:
             (COMPUTE, "compute"), (COMMUNICATION, "communication"), (RECOMPUTE, "recompute"), (OPTIMIZER, "optimizer"))}
     work = microbatches * (stage.forward_us + stage.backward_us) - stage.again_us
     return {COMPUTE: work, COMMUNICATION: 0.0, RECOMPUTE: stage.again_us, OPTIMIZER: 0.0}
+
+
+def loss_words(chunks: LossChunksPlan | LossChunking | None) -> str:
+    if chunks is None:
+        return ""
+    return f"at once: {chunks.reason}" if chunks.count == 1 else f"in {chunks.count} chunks of rows, from {chunks.head} on"
 
 
 def devices_of(mesh: dict[str, int], rank: int) -> str:

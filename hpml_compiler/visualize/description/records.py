@@ -136,7 +136,7 @@ class EdgeSummary:
 @dataclass(frozen=True)
 class StepSummary:
     """The step of one graph. parts: they add up to step_us, with stages as means over their ranks. bound, gap: of the solver's
-    objective. at: where the memory peak is."""
+    objective. at: where the memory peak is. loss: in how many chunks it is computed, or why in none; "" if unknown."""
 
     name: str
     training: bool
@@ -157,6 +157,7 @@ class StepSummary:
     edges: tuple[EdgeSummary, ...]
     replicated: dict[str, str]
     not_split: str
+    loss: str
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,12 @@ from torch.fx import GraphModule
 from passes.base import TransformPass
 from passes.compat import fake_mode_of, without_modes
 from passes.errors import BadInput
+from passes.graph.decision import LossChunking
 from passes.graph.graph_copy import copy_graph
 from passes.registry import register
 from passes.transforms.cleanup.normalization import REWRITES
 from passes.transforms.loss_chunks.chunk_choice import chosen_chunks
+from passes.transforms.loss_chunks.chunk_notes import note
 from passes.transforms.loss_chunks.loss_region import LossRegion, Unchunkable, find_region, scalar_tangents
 from passes.transforms.loss_chunks.row_placement import TooFewRows, place_rows
 from passes.transforms.loss_chunks.unrolled_loop import LoopUnroller
@@ -71,17 +73,19 @@ def chunk_loss(gm: GraphModule, forward_outputs: int, chunks: Chunks) -> int | N
     try:
         made, head = _in_chunks(gm, forward_outputs, chunks)
     except Unchunkable as error:
+        is_new = note(LossChunking(reason=str(error)))
         if isinstance(chunks, str):
             log.debug("the loss is not computed in chunks: %s", error)
         elif isinstance(error, TooFewRows):
             raise BadInput(f"the loss cannot be computed in {chunks} chunks: {error}", WHERE,
                            f"give at most {error.most}") from None
-        else:
+        elif is_new:
             log.warning("the loss is not computed in chunks: %s", error)
         return None
     with contextlib.suppress(Unchunkable):
         while True:  # other heads, whose gradients meet those of the first behind the loop
             _in_chunks(gm, forward_outputs, made)
+    note(LossChunking(made, head))
     log.info("the loss is computed in %d chunks of rows, from %s on", made, head)
     return made
 

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from passes.analyses.dim_factors import RuledCall, factorize
 from passes.analyses.microbatch_dims import same_for_all
-from passes.graph.fx_nodes import is_collective
+from passes.graph.fx_nodes import WAIT, is_collective
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Factors, Placement, Rule, Strategy, strategies
 from passes.op_rules.call_rules import operand_nodes, results_of, rule_of
 from passes.op_rules.collective_rules import collective_rule
@@ -33,6 +33,11 @@ from passes.transforms.microbatch.tangent_linearity import LinearCalls
 
 Port = tuple[Node, int]
 """A tensor: the call that returns it, and which of its results it is."""
+
+
+aten = torch.ops.aten
+PARTS = (operator.getitem, aten.split.Tensor, aten.cat.default, aten.view.default, aten.reshape.default, aten.permute.default)
+"""Calls that put together what ranks gather."""
 
 
 @dataclass
@@ -195,7 +200,7 @@ class _RowPlacement:
             raise Unchunkable(f"{node.name} belongs to the gradients of two outputs")
         strategy = self.given.get(node) or self._following(node, operands)
         if strategy is None:
-            raise Unchunkable(f"rows depend on each other at {_told(node)}")
+            raise Unchunkable(f"rows depend on each other at {_told_reader(node)}")
         self._enter(node, operands, strategy)
 
     def _following(self, node: Node, operands: Sequence[Node]) -> Strategy | None:
@@ -249,6 +254,16 @@ class _RowPlacement:
         ends = [node for node in self.loop.leaving() if node in self.region.late]
         if not ends:
             raise Unchunkable("no gradient leaves the loop")
+
+
+def _told_reader(node: Node) -> str:
+    """The call; for a collective the one that reads its result."""
+    found = node
+    while is_collective(found.target) or found.target in (WAIT, *PARTS):
+        found = next(iter(found.users))
+    if found is node or not is_collective(node.target) or found.op == "output":
+        return _told(node)
+    return f"{_told(found)}, which reads what {node.name} gathers"
 
 
 def _told(node: Node) -> str:

@@ -146,7 +146,7 @@ class LoopUnroller:
                     before.add(node)
                     stack.append(node)
         for node in sorted(before, key=self.places.__getitem__):
-            if node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE:
+            if node.meta.get("partitioner_tag") in (BACKWARD_ON_PURPOSE, "is_backward"):  # such as a mask of labels
                 node.meta["partitioner_tag"] = "is_forward"
             if self.places[node] > self.places[self.anchor]:
                 self.anchor.prepend(node)

@@ -31,6 +31,18 @@ def step(call: Any, model: torch.nn.Module) -> list[torch.Tensor]:
     return [loss.detach(), *(x.full_tensor() if isinstance(x, torch.distributed.tensor.DTensor) else x for x in gradients)]
 
 
+def reported(options: dict[str, Any], name: str) -> tuple[str, ...]:
+    hpml_compiler.reset()
+    model = heads.make(name)
+    compiled = torch.compile(model, backend="hpml", options={"compiler": "eager", **options})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        compiled(*heads.batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return hpml_compiler.last_report().losses
+
+
 def steps(rank: int) -> list[str]:
     """Messages about chunks of this rank, after a check of all gradients."""
     heads.WIDTH, heads.WORDS, heads.TOKENS = 16, 4096, 24  # else logits are gathered, which takes no time
@@ -56,6 +68,10 @@ def steps(rank: int) -> list[str]:
         found = step(torch.compile(several, backend="hpml", options={"compiler": "eager", **options}), several)
         for a, b in zip(found, step(one, one), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        recorded = hpml_compiler.last_plan().graphs[-1].loss_chunks
+        assert recorded is not None and recorded.count == options["loss_chunks"], (options, recorded)
+    line = f"the loss is computed in {CASES[0][0]['loss_chunks']} chunks of rows"
+    assert any(line in each for each in reported(*CASES[0]))
     assert not idle, f"collectives of the loss at once, whose results nothing reads: {idle}"
     return [message for message in said if message in heads.HEADS or "chunks of rows" in message]
 
