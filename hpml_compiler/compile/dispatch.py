@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.graph_compiler import GraphCompiler
+from hpml_compiler.compile.inputs.fixed_sizes import with_fixed_sizes
 from hpml_compiler.compile.inputs.unsupported_graphs import check_supported, warn_of_reentrant_checkpoints
 from hpml_compiler.compile.recompile_limit import note_function
 from hpml_compiler.compile.single_device import compile_single_device
@@ -52,16 +53,20 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         init_device(example_inputs)
         check_supported(gm)
         note_function()
-        waits = LossOfScript(gm, example_inputs, options, compile_graph)
-        if not defers or not defers_outputs(options):
-            return waits.around(_compile_for_ranks(gm, example_inputs, options))
+        return with_fixed_sizes(gm, example_inputs, functools.partial(_on_ranks, options=options, defers=defers))
 
-        def whole(graph: GraphModule) -> Callable[..., Any]:
-            return torch.compile(graph.forward, backend=functools.partial(compile_graph, options=options, defers=False),
-                                 dynamic=False)
 
-        compile_ = functools.partial(_compile_for_ranks, options=options)
-        return waits.around(with_outputs_of_ranks(gm, example_inputs, compile_, whole, for_calls_on_outputs(options)))
+def _on_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool) -> Callable[..., Any]:
+    waits = LossOfScript(gm, example_inputs, options, compile_graph)
+    if not defers or not defers_outputs(options):
+        return waits.around(_compile_for_ranks(gm, example_inputs, options))
+
+    def whole(graph: GraphModule) -> Callable[..., Any]:
+        return torch.compile(graph.forward, backend=functools.partial(compile_graph, options=options, defers=False),
+                             dynamic=False)
+
+    compile_ = functools.partial(_compile_for_ranks, options=options)
+    return waits.around(with_outputs_of_ranks(gm, example_inputs, compile_, whole, for_calls_on_outputs(options)))
 
 
 def _compile_for_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
