@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hpml_compiler.profile.timing import slowest_us, time_us
-from hpml_compiler.runtime.process.compute_device import device_type
+from hpml_compiler.runtime.process.compute_device import device_type, sends_through_host
 from hpml_compiler.runtime.process.world_group import ensure_process_group
 from passes.cost_model.base import COLLECTIVE_KINDS
 from passes.cost_model.measured.measured_collectives import KIND, CollectivePoint, MeasuredGroup
@@ -153,15 +153,20 @@ def _there_and_back(x: torch.Tensor, group: dist.ProcessGroup, ranks: Sequence[i
     mine = list(ranks).index(dist.get_rank())
     if mine ^ 1 >= len(ranks):
         return lambda: None
-    peer, received = ranks[mine ^ 1], torch.empty_like(x)
+    wire = "cpu" if sends_through_host(x.device, group) else x.device
+    peer, buffer = ranks[mine ^ 1], torch.empty_like(x, device=wire)
+
+    def receive() -> None:
+        dist.recv(buffer, peer, group)
+        buffer.to(x.device)
 
     def call() -> None:
         if mine % 2 == 0:
-            dist.send(x, peer, group)
-            dist.recv(received, peer, group)
+            dist.send(x.to(wire), peer, group)
+            receive()
         else:
-            dist.recv(received, peer, group)
-            dist.send(x, peer, group)
+            receive()
+            dist.send(x.to(wire), peer, group)
 
     return call
 

@@ -63,6 +63,12 @@ def device_type() -> str:
     return "cuda" if "nccl" in dist.get_backend_config() or "cuda:" in dist.get_backend() else "cpu"
 
 
+def sends_through_host(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """True where messages between two ranks have to be copied to host memory first: gloo's collectives take CUDA tensors, but
+    its sends do not."""
+    return device.type == "cuda" and "cuda:gloo" in dist.get_backend_config(group)
+
+
 def ranks_on_this_device() -> int:
     """Ranks that share this rank's GPU; 1 on CPUs."""
     settled = _settled()

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hpml_compiler.runtime.placements.gather_parts import in_memory_as
+from hpml_compiler.runtime.process.compute_device import sends_through_host
 from hpml_compiler.runtime.program.stage_errors import carried, stage_error
 from hpml_compiler.runtime.program.stage_timer import note_sent
 
@@ -35,6 +36,8 @@ class P2P:
     def __init__(self, ranks: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None,
                  everybody: dist.ProcessGroup | None = None):
         self.ranks, self.device, self.group, self.everybody = tuple(ranks), device, group, everybody
+        self.wire = torch.device("cpu") if sends_through_host(device, group) else device
+        """Where messages are sent from and received."""
         self.sent: dict[int, list[tuple[Any, torch.Tensor]]] = {}
         """The last sends to each rank, with the buffers that they read."""
 
@@ -42,7 +45,7 @@ class P2P:
         """Start a message. The one before it to this rank is waited for, so that the memory of no more than one is in use."""
         self._wait(to)
         for tensor in tensors:
-            flat = tensor.detach().contiguous().view(-1)
+            flat = tensor.detach().contiguous().view(-1).to(self.wire)
             self.sent.setdefault(to, []).append((dist.isend(flat, self.ranks[to], self.group), flat))
             note_sent(flat.nbytes)
 
@@ -52,9 +55,8 @@ class P2P:
 
     def receive(self, like: Sequence[torch.Tensor], source: int) -> Received:
         """like: fakes of the tensors to come; these are contiguous, whatever the fakes' strides."""
-        buffers = [torch.empty(tuple(x.shape), dtype=x.dtype, device=self.device) for x in like]
-        return Received([dist.irecv(x.view(-1), self.ranks[source], self.group) for x in buffers],
-                        [_like(x, fake) for x, fake in zip(buffers, like)], buffers)
+        buffers = [torch.empty(tuple(x.shape), dtype=x.dtype, device=self.wire) for x in like]
+        return Received([dist.irecv(x.view(-1), self.ranks[source], self.group) for x in buffers], buffers, like, self.device)
 
     def share(self, values: Sequence[torch.Tensor | None], owners: Sequence[int], like: Sequence[torch.Tensor],
               rank: int) -> list[torch.Tensor]:
@@ -73,7 +75,7 @@ class P2P:
                     note_sent(flat.nbytes * (len(self.ranks) - 1))
                 if rank != owner:
                     for k, part in zip(places, flat.split(sizes)):
-                        x = _like(part.view(tuple(map(int, like[k].shape))), like[k], int(like[k].storage_offset()))()
+                        x = _like(part.view(tuple(map(int, like[k].shape))), like[k], int(like[k].storage_offset()))
                         # Not a view: autograd refuses writes to a view that it has not made.
                         found[k] = x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
         return [_there(x) for x in found]
@@ -107,13 +109,14 @@ class P2P:
 @dataclass
 class Received:
     works: list[Any]
-    shaped: list[Callable[[], torch.Tensor]]
     buffers: list[torch.Tensor]
+    like: Sequence[torch.Tensor]
+    device: torch.device
 
     def wait(self) -> list[torch.Tensor]:
         for work in self.works:
             work.wait()
-        return [shaped() for shaped in self.shaped]
+        return [_like(x.to(self.device), fake) for x, fake in zip(self.buffers, self.like)]
 
 
 def _there(value: torch.Tensor | None) -> torch.Tensor:
@@ -121,9 +124,8 @@ def _there(value: torch.Tensor | None) -> torch.Tensor:
     return value
 
 
-def _like(buffer: torch.Tensor, fake: torch.Tensor, offset: int = 0) -> Callable[[], torch.Tensor]:
-    """A function that returns a received tensor with the strides that the stage's graph expects."""
+def _like(buffer: torch.Tensor, fake: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """A received tensor with the strides that the stage's graph expects."""
     if tuple(buffer.stride()) == tuple(fake.stride()) and not offset:
-        return lambda: buffer
-    shape, stride = tuple(map(int, fake.shape)), tuple(map(int, fake.stride()))
-    return lambda: in_memory_as(buffer, shape, stride, offset)
+        return buffer
+    return in_memory_as(buffer, tuple(map(int, fake.shape)), tuple(map(int, fake.stride())), offset)

@@ -14,8 +14,9 @@ from torch.fx import GraphModule, Node
 
 from passes.compat import LOOP_TURN, fake_mode_of, pytree
 from passes.errors import HpmlError
-from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, has_effect
+from passes.graph.fx_nodes import has_effect
 from passes.graph.loops.loop_parts import HALF
+from passes.graph.module_blocks import runs_in_backward
 from passes.graph.user_checkpointing import copy_checkpoint_marks
 from passes.op_rules.base import Factors, Placement
 from passes.op_rules.call_rules import operand_nodes, results_of
@@ -146,7 +147,7 @@ class LoopUnroller:
                     before.add(node)
                     stack.append(node)
         for node in sorted(before, key=self.places.__getitem__):
-            if node.meta.get("partitioner_tag") in (BACKWARD_ON_PURPOSE, "is_backward"):  # such as a mask of labels
+            if runs_in_backward(node):  # traced there, as derivatives are, though it depends on forward alone
                 node.meta["partitioner_tag"] = "is_forward"
             if self.places[node] > self.places[self.anchor]:
                 self.anchor.prepend(node)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import hpml_compiler
 from hpml_compiler.monitor.profiled_step import StepProfile
 from hpml_compiler.options import Options
 from passes.errors import BadInput
@@ -80,6 +81,7 @@ def test_a_budget_is_met_by_chunks_and_their_peak_is_predicted(caplog):
     measured = profile.stop(held)
     assert measured is not None and measured.peak_bytes is not None and measured.peak_bytes <= budget
     assert measured.peak_bytes - held < 1.25 * predicted * 2**20
+    assert held < hpml_compiler.last_plan().peak.bytes < budget
 
 
 def test_logits_that_are_deferred():

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from passes.errors import BadInput
 from passes.graph.graph_copy import copy_graph
+from passes.graph.module_blocks import runs_in_backward
 from passes.tracing.joint_trace import JointTrace, trace
 from passes.transforms.loss_chunks.chunk_loss import ChunkLoss, chunk_loss
 from tests.helpers.heads import HEADS, ROWS, TOKENS, WORDS, Headed, batch, ce, make
@@ -50,6 +51,8 @@ def test_equals_the_loss_at_once(name):
     for chunks in (2, 3, 8):
         gm = copy_graph(found.gm)
         assert chunk_loss(gm, found.forward_outputs, chunks) == chunks
+        assert not [node for node in gm.graph.nodes if node.op == "call_function" and not runs_in_backward(node)
+                    and any(map(runs_in_backward, node.all_input_nodes))], "forward reads what backward computes"
         for before, after in zip(expected, results(gm, given), strict=True):
             assert (before is None) == (after is None)
             if before is not None:
