@@ -14,7 +14,14 @@ from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.simulate.simulation import Simulation
 from hpml_compiler.simulate.simulator import simulate
 from hpml_compiler.visualize.description.records import ModuleSummary, PlanDescription, StepSummary
-from hpml_compiler.visualize.formatting import format_bytes, format_count, format_mesh, format_objective, format_us
+from hpml_compiler.visualize.formatting import (
+    format_bytes,
+    format_count,
+    format_mesh,
+    format_objective,
+    format_place,
+    format_us,
+)
 from hpml_compiler.visualize.plan_table import sharding_text
 from passes.errors import HpmlError
 from passes.filesystem.text_files import write_file
@@ -32,8 +39,7 @@ def write_page(plan: Plan, path: str | os.PathLike[str], command: list[str] | No
 
 def plan_page(plan: Plan, command: list[str] | None = None) -> str:
     found = plan.describe()
-    where = f"{found.devices} devices" + (f" of {found.cluster}" if found.cluster else "")
-    title = f"mesh {format_mesh(found.mesh)}: {where}"
+    title = format_place(found.mesh, found.devices, found.cluster)
     return page(title, [f"<h1>{text(title)}</h1>", *_parts(plan, found, command)])
 
 

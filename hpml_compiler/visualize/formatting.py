@@ -48,6 +48,12 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
 
 
+def format_place(mesh: Mapping[str, int], devices: int, cluster: str | None) -> str:
+    """The mesh of a plan and its devices, such as "mesh dp=2 x tp=4: 8 devices of 1x8:h100-80g"."""
+    place = f"mesh {format_mesh(mesh)}: {devices} devices" if devices > 1 else "one device"
+    return f"{place} of {cluster}" if cluster else place
+
+
 def shorten(name: str, width: int) -> str:
     """A dotted name in at most `width` characters: leading parts, then leading characters, become an ellipsis."""
     if len(name) <= width:

@@ -28,6 +28,7 @@ from hpml_compiler.visualize.formatting import (
     format_joules,
     format_mesh,
     format_objective,
+    format_place,
     format_us,
     shorten,
 )
@@ -68,8 +69,7 @@ class PlanTable:
 
 
 def _lines(plan: PlanContent, found: PlanDescription, width: int) -> Iterator[RenderableType]:
-    where = f"{found.devices} devices" + (f" of {found.cluster}" if found.cluster else "")
-    yield Text(f"mesh {format_mesh(found.mesh)}: {where}, torch {found.torch_version}")
+    yield Text(f"{format_place(found.mesh, found.devices, found.cluster)}, torch {found.torch_version}")
     for step, graph in zip(found.steps, plan.step_graphs, strict=True):
         yield Text("")
         yield from _step(step, graph, found, width)

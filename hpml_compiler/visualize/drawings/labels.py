@@ -57,7 +57,7 @@ def colored(words: Mapping[str, Sequence[str] | str], mesh: Mapping[str, int], m
     for own, names in axes.items():
         text = ", ".join(own[:most]) + (f" +{len(own) - most}" if len(own) > most else "")
         found.append(font(f"{' and '.join(names)}: {text}", colors.get(names[0], "#444444")))
-    return "&#160;&#160;".join(found) or font(WHOLE, "#666666")
+    return "&#160;&#160;&#160;&#160;".join(found) or font(WHOLE, "#666666")
 
 
 def font(text: str, color: str = "#333333", size: int | None = None, bold: bool = False) -> str:
@@ -118,14 +118,14 @@ def heading(found: PlanDescription, title: str, lines: Sequence[str] = ()) -> st
         kinds = ", ".join(sorted((k for k in sent.by_kind if k != "slice"), key=lambda kind: -sent.by_kind[kind])[:3])
         traffic = f"{format_us(sent.us)}, {format_bytes(sent.bytes)} a step: {kinds}" if sent.count else ""
         cells.append(
-            f'<tr><td bgcolor="{colors[axis.name]}" width="14"></td>'
+            f'<tr><td bgcolor="{colors[axis.name]}" width="14" height="14" fixedsize="true"></td>'
             f'<td align="left">{font(f"{axis.name} = {axis.size}", colors[axis.name], bold=True)}</td>'
             f'<td align="left">{font("splits " + ", ".join(axis.splits[:6]) if axis.splits else "splits nothing")}</td>'
             f'<td align="left">{font(axis.links)}</td>'
             f'<td align="left">{font(traffic)}</td></tr>')
     if cells:
-        rows.append(f'<tr><td align="left"><table border="0" cellborder="0" cellspacing="2" cellpadding="2">{"".join(cells)}'
-                    "</table></td></tr>")
+        panel = f'<table align="left" border="0" cellborder="0" cellspacing="2" cellpadding="2">{"".join(cells)}</table>'
+        rows.append(f'<tr><td align="left">{panel}</td></tr>')
     return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{"".join(rows)}</table>>'
 
 

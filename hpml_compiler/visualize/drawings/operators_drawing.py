@@ -10,7 +10,7 @@ from hpml_compiler.visualize.description.describe_plan import describe
 from hpml_compiler.visualize.description.module_classes import ModuleClass, module_classes
 from hpml_compiler.visualize.drawings.labels import FONT, SPLIT, WHOLE_COLOR, axis_colors, heading
 from hpml_compiler.visualize.drawings.plan_sketch import INPUTS, Sketch, SketchEdge, SketchNode, sketch
-from hpml_compiler.visualize.formatting import format_bytes, format_mesh, format_us
+from hpml_compiler.visualize.formatting import format_bytes, format_place, format_us
 from hpml_compiler.visualize.plan_table import describe_memory, describe_solver
 from passes.errors import BadInput
 
@@ -27,8 +27,7 @@ def draw_operators(plan: PlanContent, expanded: bool, names: set[str], max_nodes
     drawing = graphviz.Digraph("plan", graph_attr=FONT | {"labelloc": "t", "nodesep": "0.7", "pad": "0.2", "labeljust": "l",
                                                           "outputorder": "edgesfirst"},  # so that no line crosses a box's text
                                node_attr=FONT | {"margin": "0.22,0.1"}, edge_attr=FONT)
-    where = f"{plan.world_size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
-    drawing.attr(label=heading(describe(plan), f"mesh {format_mesh(plan.mesh)}: {where}", [LEGEND]))
+    drawing.attr(label=heading(describe(plan), format_place(plan.mesh, plan.world_size, plan.cluster), [LEGEND]))
     for position, (graph, classes) in enumerate(zip(graphs, all_classes, strict=True)):
         opened = {each.name for each in classes if expanded or _is_named(each, names)}
         found = sketch(graph, classes, opened, max(1, max_nodes // len(graphs)))

@@ -1,6 +1,7 @@
 """The overview of a plan: pipeline stages from left to right, or modules from top to bottom."""
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 import graphviz
@@ -32,13 +33,15 @@ from hpml_compiler.visualize.drawings.labels import (
     table,
     tooltip,
 )
-from hpml_compiler.visualize.formatting import format_bytes, format_count, format_mesh, format_us, shorten
+from hpml_compiler.visualize.formatting import format_bytes, format_count, format_place, format_us, shorten
 
 MOST_IN_A_ROW = 5
 """Stages from left to right; more are drawn from top to bottom."""
 MOST_MODULES = 40
 SMALL = 0.01
 """Values of less than this share of the largest that passes between modules have no line of their own."""
+LINE = 120
+"""Characters in a line of the heading."""
 WIDTH = 22.0
 """Size of a picture, in inches of 72 points."""
 
@@ -51,19 +54,19 @@ def overview(found: PlanDescription, max_nodes: int = 300) -> graphviz.Digraph:
         "size": f"{WIDTH},400", "splines": "true", "outputorder": "edgesfirst"},
         node_attr={**FONT, "shape": "plain"},
         edge_attr={**FONT, "color": "#444444", "fontcolor": "#333333", "arrowsize": "0.7"})
-    where = f"{found.devices} devices" + (f" of {found.cluster}" if found.cluster else "")
     lines = [font(f"{format_us(found.step_us)} a step predicted, ") + memory_text(found.peak_bytes, found.limit_bytes)]
-    lines += [_step_line(step) for step in found.steps]
+    lines += [line for step in found.steps for line in _step_lines(step, alone=len(found.steps) == 1)]
     parts = {part: sum(step.parts.get(part, 0.0) for step in found.steps) for part in PART_COLORS}
     lines.append(legend(PART_COLORS, {part: format_us(us) for part, us in parts.items() if us}))
     others = dict.fromkeys(part for step in found.steps for stage in step.stages for part in stage.memory)
     at_peak = sorted(found.memory.items(), key=lambda item: -item[1])
     lines.append(legend(MEMORY_COLORS, {**{part: format_bytes(nbytes) for part, nbytes in at_peak},
                                         **{part: "" for part in others if part not in found.memory}}))
-    drawing.attr(label=heading(found, f"mesh {format_mesh(found.mesh)}: {where}", lines))
+    drawing.attr(label=heading(found, format_place(found.mesh, found.devices, found.cluster), lines))
     for number, step in enumerate(found.steps):
         inner = drawing if len(found.steps) == 1 else graphviz.Digraph(
-            f"cluster_{number}", graph_attr={"label": tooltip(step.name), "pencolor": "#999999", "style": "rounded"})
+            f"cluster_{number}",
+            graph_attr={"label": tooltip(step.name), "pencolor": "#999999", "style": "rounded", "margin": "16"})
         if step.stages:
             _draw_stages(inner, step, found, f"g{number}")
         else:
@@ -73,12 +76,14 @@ def overview(found: PlanDescription, max_nodes: int = 300) -> graphviz.Digraph:
     return drawing
 
 
-def _step_line(step: StepSummary) -> str:
+def _step_lines(step: StepSummary, alone: bool) -> list[str]:
+    """How a step was planned; its parts, which of a step alone are the legend; and why nothing of it is split."""
     gap = "" if step.gap is None else f", gap {step.gap:.2%}"
-    parts = ", ".join(f"{part} {format_us(us)}" for part, us in step.parts.items())
     times = f", {step.microbatches} microbatches" * (step.microbatches > 1) + f" under {step.schedule}" * bool(step.schedule)
-    text = font(f"{step.name} ({step.status}{gap}){times}: {parts}")
-    return text + "<br/>" + font(step.not_split) if step.not_split else text
+    lines = [f"{step.name} ({step.status}{gap}){times}"]
+    if not alone:
+        lines += textwrap.wrap(", ".join(f"{part} {format_us(us)}" for part, us in step.parts.items()), LINE)
+    return [font(line) for line in (*lines, *textwrap.wrap(step.not_split, LINE))]
 
 
 def _draw_stages(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescription, prefix: str) -> None:
@@ -128,14 +133,14 @@ def _stage_tooltip(stage: StageSummary, modules: list[ModuleSummary]) -> str:
 
 def _module_line(each: ModuleSummary) -> str:
     times = f"x {each.count}" if each.count > 1 else ""
-    return font(shorten(each.name, 44), "#111111", bold=True) + "&#160;&#160;" * bool(times) + font(times)
+    return font(shorten(each.name, 44), "#111111", bold=True) + "&#160;&#160;&#160;&#160;" * bool(times) + font(times)
 
 
 def _draw_modules(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescription, prefix: str, most: int) -> None:
     cost = {number: (each.compute_us + each.communication_us, each.parameter_bytes) for number, each in enumerate(step.modules)}
     idle = {number for number, each in enumerate(step.modules) if cost[number] == (0.0, 0) and not each.saved_bytes}
     shown = sorted(sorted(set(cost) - idle or set(cost), key=lambda number: cost[number], reverse=True)[:most])
-    longest = max((us for us, _ in cost.values()), default=0.0)
+    longest = max((us + step.modules[number].recompute_us for number, (us, _) in cost.items()), default=0.0)
     for number in shown:
         each = step.modules[number]
         parts = {COMPUTE: each.compute_us, COMMUNICATION: each.communication_us, RECOMPUTE: each.recompute_us}
