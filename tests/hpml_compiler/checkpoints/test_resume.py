@@ -21,8 +21,6 @@ MODES = {
 }
 MORE = {
     "dp": {2: {"mesh": {"dp": 2}}, 1: None, 4: {"mesh": {"dp": 4}}},
-    "tp": {2: {"mesh": {"tp": 2}}, 4: {"mesh": {"tp": 4}}},
-    "pp": {2: {"mesh": {"pp": 2}, "microbatches": 2}, 1: {"microbatches": 2}, 4: {"mesh": {"pp": 4}, "microbatches": 2}},
     "zero3": {2: {"mesh": {"dp": 2}, "memory_budget": "450KB"}, 1: None, 4: {"mesh": {"dp": 4}, "memory_budget": "450KB"}},
     "budget": {2: {"mesh": {"tp": 2}, "memory_budget": "450KB"}, 1: {"memory_budget": "700KB"},
                4: {"mesh": {"tp": 4}, "memory_budget": "450KB"}},
