@@ -49,7 +49,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         return compile_single_device(gm, example_inputs, options)
     refuse_other_wrappers(example_inputs)
     heartbeat.start()
-    with activity(f"compiling graph_{len(session.current().graphs)}"):
+    with activity(f"compiling {session.current().next_name()}"):
         init_device(example_inputs)
         check_supported(gm)
         note_function()

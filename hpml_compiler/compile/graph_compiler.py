@@ -62,7 +62,7 @@ class GraphCompiler:
 
     def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options):
         self.gm, self.given, self.options, self.session = gm, given, options, session.current()
-        self.name = f"graph_{len(self.session.graphs) + len(self.session.unplanned)}"
+        self.name = self.session.next_name()
         self.cluster, self.alone = local_cluster(options, world_size()), world_size() == 1
         self.sharing: StepContext | None = None
         if options.chooses_saved:

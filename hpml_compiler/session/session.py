@@ -22,6 +22,7 @@ from hpml_compiler.runtime.install.uncompiled_models import why_nothing_is_compi
 from hpml_compiler.runtime.placements.inner_shard import InnerShard
 from hpml_compiler.runtime.process.compute_device import device_type, forget_device
 from hpml_compiler.runtime.process.world_group import group_timeout
+from hpml_compiler.session.running_graphs import as_they_run
 from hpml_compiler.session.step_memory import StepGraphs
 from passes import compat
 from passes.cost_model.measured.mesh_prices import CachedMeasurements
@@ -63,8 +64,12 @@ class Session:
     stages_report: StagesReport | None = None
     step: StepGraphs = field(default_factory=StepGraphs)
     """Memory of the graphs of a step, under a memory budget."""
-    unplanned: list[Callable[[str], GraphPlan]] = field(default_factory=list)
-    """Factories of plans that are built on demand; each takes the graph's name."""
+    unplanned: dict[str, Callable[[str], GraphPlan]] = field(default_factory=dict)
+    """Factories of plans that are built on demand, by the graph's name, which each takes."""
+
+    def next_name(self) -> str:
+        """Name of the graph that is compiled next."""
+        return f"graph_{len(self.graphs) + len(self.unplanned)}"
 
     def enter(self, record: GraphPlan | Callable[[str], GraphPlan], options: Options, cluster: str,
               rejected: Iterable[MeshAttempt] = ()) -> None:
@@ -72,7 +77,7 @@ class Session:
         if isinstance(record, GraphPlan):
             self.graphs.append(record)
         else:
-            self.unplanned.append(record)
+            self.unplanned[self.next_name()] = record
         self.options, self.cluster = options, cluster
         self.rejected.extend(rejected)
 
@@ -201,8 +206,9 @@ def last_plan() -> Plan:
     """The plan of all graphs that this process has compiled so far; raises BadInput if there is none."""
     made = current()
     while made.unplanned:
-        made.graphs.append(made.unplanned[0](f"graph_{len(made.graphs)}"))
-        made.unplanned.pop(0)
+        name, factory = next(iter(made.unplanned.items()))
+        made.graphs.append(factory(name))
+        del made.unplanned[name]
     if not made.graphs and (why := why_nothing_is_compiled()):
         raise BadInput(why, "last_plan", "change that part of the model, or compile only the other parts")
     if not made.graphs:
@@ -210,7 +216,8 @@ def last_plan() -> Plan:
                        "last_plan",
                        "call the compiled model first")
     made.graphs = [with_peak(graph, made.options, made.cluster) for graph in made.graphs]
-    trainings_first = sorted(made.graphs, key=lambda graph: not graph.training)
+    compiled = sorted(made.graphs, key=lambda graph: int(graph.name.rpartition("_")[2]))
+    trainings_first = sorted(as_they_run(compiled), key=lambda graph: not graph.training)
     return as_plan(trainings_first, made.rejected, made.options, made.cluster)
 
 

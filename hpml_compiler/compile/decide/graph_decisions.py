@@ -123,7 +123,7 @@ class GraphDecisions(DecidedGraph):
                  traced: JointTrace | None = None) -> StepProblem:
         inputs, names = self.inputs, {p: n for n, p in annotated.interface.positions.items()}
         return StepProblem(
-            f"graph_{len(self.session.graphs)}", lambda: annotated, forward_outputs, self.options, self.cluster,
+            self.session.next_name(), lambda: annotated, forward_outputs, self.options, self.cluster,
             WorkLimit(self.options.time_limit), microbatches, traced,
             kept_gradients=inputs.kept_gradients(annotated, forward_outputs), written=frozenset(inputs.written),
             sharing=self.sharing, rows=frozenset(names[p] for p in inputs.rows if p in names))

@@ -35,29 +35,33 @@ class LossOfScript:
 
     def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options, compile_graph: Call) -> None:
         self.options, self.compile_graph = options, compile_graph
-        if not state_of(CompiledRecords).are_running:
-            for x in given:
-                maker = vars(x)["shared"].maker if isinstance(x, LazyOutput) and "shared" in vars(x) else None
-                if maker is not None:
-                    maker.stop(TAKEN)
+        self.name = session.current().next_name()
+        shared = [vars(x)["shared"] for x in given if isinstance(x, LazyOutput) and "shared" in vars(x)]
+        makers = dict.fromkeys(each.maker for each in shared if each.maker is not None)
+        self.calls_on = makers if state_of(CompiledRecords).are_running else {}
+        for maker in () if self.calls_on else makers:
+            maker.stop(TAKEN)
         self.copy = copy_graph(gm) if _can_wait(gm, given, options) else None
         self.sources = compat.input_sources(gm)
 
     def around(self, call: Call) -> Call:
         """Wrap the compiled graph."""
+        for memory in self.calls_on:
+            memory.parts.append(self.name)
         if self.copy is None:
             return _after_open_calls(call)
-        graph, made = self.copy, session.current()
+        graph = self.copy
 
         @compat.as_one_call
         def leaf(*args: Any) -> tuple[Any, ...]:
             return tuple(graph(*args))
 
-        leaf.__name__ = f"graph_{len(made.graphs) + len(made.unplanned) - 1}"
+        leaf.__name__ = self.name
         if self.options.stage_ranks > 1:
             log.info("%s returns no loss, so its first steps run as GPipe: once the script's loss is known, it is part of the "
                      "schedule", leaf.__name__)
-        memory = LossMemory(leaf.__name__, call, leaf, functools.partial(self._compiled, leaf))
+        wholes: list[str] = []
+        memory = LossMemory(self.name, call, leaf, functools.partial(self._compiled, leaf, wholes), wholes)
 
         @compat.untraced
         def wait(*args: Any) -> Any:
@@ -77,20 +81,23 @@ class LossOfScript:
 
         return wait
 
-    def _compiled(self, leaf: Call, module: GraphModule) -> Call:
+    def _compiled(self, leaf: Call, wholes: list[str], module: GraphModule) -> Call:
         """Compile a graph that has this one as a call, and whose first result is the loss: the others have no gradient."""
         output = module.graph.output_node()
         results: Any = output.args[0]
         with module.graph.inserting_before(output):
             output.args = ((results[0], *[module.graph.call_method("detach", (node,)) for node in results[1:]]),)
         module.recompile()
-        return torch.compile(module.forward, backend=functools.partial(self._compile, leaf), dynamic=False)
+        return torch.compile(module.forward, backend=functools.partial(self._compile, leaf, wholes), dynamic=False)
 
-    def _compile(self, leaf: Call, gm: GraphModule, example_inputs: Sequence[Any]) -> Call:
+    def _compile(self, leaf: Call, wholes: list[str], gm: GraphModule, example_inputs: Sequence[Any]) -> Call:
         assert self.copy is not None
         given = compat.original_inputs(example_inputs)
         inline_graph(gm, leaf, self.copy, self.sources)
-        return self.compile_graph(gm, given, self.options)
+        name = session.current().next_name()
+        call = self.compile_graph(gm, given, self.options)
+        wholes.append(name)
+        return call
 
 
 def _after_open_calls(call: Call) -> Call:

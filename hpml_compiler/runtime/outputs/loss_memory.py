@@ -81,11 +81,14 @@ class LossMemory:
     graph that contains it.
 
     losses: by the call that computes them. refused: calls after which the script needed gradients at other values, too.
-    leading: calls on the way to a loss. stopped: reason why the graph waits no more.
+    leading: calls on the way to a loss. parts: names of the graph and of those for the script's calls; wholes: of the graphs
+    that run instead of these, with the loss, the latest last. stopped: reason why the graph waits no more.
     """
 
-    def __init__(self, name: str, run: Call, leaf: Call, compile_: Callable[[torch.fx.GraphModule], Call]) -> None:
+    def __init__(self, name: str, run: Call, leaf: Call, compile_: Callable[[torch.fx.GraphModule], Call],
+                 wholes: list[str]) -> None:
         self.name, self.run, self.leaf, self.compile = name, run, leaf, compile_
+        self.parts, self.wholes = [name], wholes
         self.failures = self.successes = 0
         self.first: RecordedCall | None = None
         self.values: tuple[RecordedValue, ...] = ()
@@ -105,7 +108,7 @@ class LossMemory:
         if not self.stopped:
             self.stopped = reason
             self.losses.clear()
-            self.leading.clear()
+            self._lead()
             log.info("%s", self.described())
 
     def described(self) -> str:
@@ -194,9 +197,7 @@ class LossMemory:
         if reason := next(filter(None, from_all_ranks(mine)), ""):  # a rank sees those of its own stages
             self.stop(reason)
             return results
-        for x in results:
-            if isinstance(x, LazyOutput):
-                vars(x)["shared"].maker = self
+        self._note_outputs(results)
         fakes, count = state_of(AllRecords).fakes, len(args)
         self.values = tuple(RecordedValue(fakes.like(x), k, k < count) for k, x in enumerate((*args, *results)))
         numbers = tuple(range(count, len(self.values)))
@@ -206,7 +207,14 @@ class LossMemory:
         return results
 
     def _run(self, *args: Any) -> list[Any]:
-        return list(self.run(*args))
+        results = list(self.run(*args))
+        self._note_outputs(results)
+        return results
+
+    def _note_outputs(self, results: Sequence[Any]) -> None:
+        for x in results:
+            if isinstance(x, LazyOutput):
+                vars(x)["shared"].maker = self
 
 
 def _obstacle(args: Sequence[Any], versions: Sequence[int], results: Sequence[Any]) -> str:

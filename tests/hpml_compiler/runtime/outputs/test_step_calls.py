@@ -255,8 +255,7 @@ def run_scenes(rank, options, names, told=False):
         expected, model = Net(**made), Net(**made)
         torch.manual_seed(7)
         want = Loop(scene, expected, expected, 0).run(7)
-        torch.compiler.reset()
-        state_of(LossMemories).clear()
+        hpml_compiler.reset()
         call = torch.compile(model, backend="hpml", options={"compiler": "eager", "monitor": False, **options})
         torch.manual_seed(7)
         found = Loop(scene, call, model, rank).run(7)
@@ -267,6 +266,9 @@ def run_scenes(rank, options, names, told=False):
             print(f"{scene.__name__:20} {time.perf_counter() - start:.1f} s, {len(memory.losses)} losses, "
                   f"{memory.successes} learned, {memory.failures} failed, {memory.stopped!r}")
         assert {bool(each.losses) for each in state_of(LossMemories)} == {how == IN_STEP}, (scene.__name__, memory.stopped)
+        shown = {graph.name for graph in hpml_compiler.last_plan().step_graphs}
+        alone = {each.name for each in state_of(LossMemories)}
+        assert shown.isdisjoint(alone) and len(shown) == len(alone) if how == IN_STEP else shown >= alone, scene.__name__
 
 
 ALL = [scene.__name__ for scene in SCENES]
