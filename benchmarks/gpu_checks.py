@@ -300,6 +300,7 @@ def budget(args: argparse.Namespace) -> dict[str, Any]:
             if "Infeasible" not in str(error):
                 raise
             found[name] = {"refused": one_line(error)}  # with the least budget that would do
+            print(f"CASE {name}: refused", flush=True)
             continue
         ms, peak = step_ms(step, args.device, 10), peak_of(step, args.device, sum(p.nbytes for p in gpt.parameters()))
         whole.setdefault(micro, peak - before)
@@ -307,6 +308,7 @@ def budget(args: argparse.Namespace) -> dict[str, Any]:
         found[name] = {"peak_bytes": peak - before, "budget_bytes": asked.get("memory_budget") if "share" in options else None,
                        "ms": ms, "loss_apart": apart, "predicted_bytes": plan.peak.bytes, "left_behind_bytes": before,
                        "predicted_ms": plan.predicted.step_time_us / 1e3}
+        print(f"CASE {name}: {in_words(found[name])}", flush=True)
     return {"ok": all(map(kept_below, found.values())) or args.device == "cpu", "cases": found,
             "says": "; ".join(f"{name}: {in_words(each)}" for name, each in found.items())}
 

@@ -115,9 +115,11 @@ def heads(args: argparse.Namespace) -> dict[str, Any]:
     for _ in workers:
         label, case = queue.get()
         found[label] = case
-        print(label, case, flush=True)
+        print(f"CASE {label}: {case['says']}", flush=True)
     says = "; ".join(f"{label}: {case['says']}" for label, case in sorted(found.items()))
-    bad = [label for label, case in found.items() if "error" in case or case.get("loss_apart", 0) > 0.05]
+    last = {label: case["losses"][-1] for label, case in found.items() if "losses" in case}
+    bad = [label for label, case in found.items() if "error" in case]
+    bad += [label for label, loss in last.items() if abs(loss - statistics.median(last.values())) > 0.01]
     return {"ok": not bad, "says": says, "cases": found, "bad": bad}
 
 

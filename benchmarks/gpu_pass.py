@@ -112,9 +112,11 @@ def start(check: Check, args: argparse.Namespace, folder: Path, limit_s: float) 
     ok = bool(result.pop("ok", False)) and process.returncode == 0 and not late
     result |= {"status": "passed" if ok else "out of time" if late else "failed", "seconds": time.monotonic() - began}
     if not ok:
-        result["output"] = output.splitlines()[-LAST_LINES:]
-        result.setdefault("says", f"no result within {limit_s:.0f} s" if late else f"exit code {process.returncode}: "
-                          f"{next((line for line in reversed(result['output']) if 'Error' in line), '')[:200]}")
+        done = re.findall(r"^CASE (.*)$", output, re.MULTILINE)
+        result["output"] = [line for line in output.splitlines() if "warn" not in line.lower()][-LAST_LINES:]
+        ended = (f"no result within {limit_s:.0f} s" if late else
+                 f"exit code {process.returncode}: {next((x for x in reversed(result['output']) if 'Error' in x), '')[:200]}")
+        result.setdefault("says", "; ".join([ended, *done]))
     return result
 
 
