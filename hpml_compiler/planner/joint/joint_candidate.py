@@ -8,6 +8,7 @@ from typing import Any
 from hpml_compiler.options import Options
 from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, WITHOUT_STAGES, OpenSchedule, rows_over
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS
+from passes.pipeline.least_step import least_of_layers_us, least_step_us
 
 KEPT_OF_ALL = 0.1
 """Rough part of the saved bytes that remains where layers save little more than their inputs."""
@@ -26,10 +27,11 @@ STEEP = 5
 @dataclass(frozen=True)
 class StageCost:
     """A stage mesh as if its ranks ran the full graph on the whole batch and saved everything. us: of the answer, of which
-    parameter_us is communication of parameters and gradients, and compute_us computation;
-    bound_us: no placements on this mesh take less. state_bytes: parameters, gradients and optimizer state, sharded over all
-    ranks; saved_bytes: all activations that backward reads; largest_bytes: of the largest value; output_bytes: a rank's part of
-    the outputs besides the loss, which a loop collects; parameter_bytes: of all parameters, unsharded."""
+    parameter_us is communication of parameters and gradients, and compute_us computation, of which layers_us is that of the
+    repeated layers, with the part forward_share in forward; bound_us: no placements on this mesh take less. state_bytes:
+    parameters, gradients and optimizer state, sharded over all ranks; saved_bytes: all activations that backward reads;
+    largest_bytes: of the largest value; output_bytes: a rank's part of the outputs besides the loss, which a loop collects;
+    parameter_bytes: of all parameters, unsharded."""
 
     mesh: dict[str, int]
     us: float
@@ -41,6 +43,8 @@ class StageCost:
     parameter_us: float = 0.0
     compute_us: float = 0.0
     parameter_bytes: float = 0.0
+    layers_us: float = 0.0
+    forward_share: float = 0.0
 
     @property
     def tensor(self) -> int:
@@ -51,19 +55,31 @@ class StageCost:
         more = rows_over(self.mesh) / rows_over(mesh)
         return replace(self, mesh=mesh, us=(self.us - self.parameter_us) * more + self.parameter_us, bound_us=0.0,
                        state_bytes=self.state_bytes * more, saved_bytes=self.saved_bytes * more,
-                       largest_bytes=self.largest_bytes * more, compute_us=self.compute_us * more)
+                       largest_bytes=self.largest_bytes * more, compute_us=self.compute_us * more,
+                       layers_us=self.layers_us * more)
+
+
+@dataclass(frozen=True)
+class LeastWork:
+    """The least computation of a step, on any mesh, if it were spread evenly over all ranks. us: of a rank, of which layers_us
+    is in repeated layers, of which forward is the part forward_share; layers: their number, 0 where they differ."""
+
+    us: float = 0.0
+    layers_us: float = 0.0
+    forward_share: float = 0.0
+    layers: int = 0
 
 
 @dataclass(frozen=True)
 class JointCandidate:
-    """One configuration. stages: 1 without a pipeline. limit: bytes of a device. floor_us: least work of a rank."""
+    """One configuration. stages: 1 without a pipeline. limit: bytes of a device. least: of all configurations."""
 
     stages: int
     cost: StageCost
     microbatches: int
     limit: float
     schedule: OpenSchedule = WITHOUT_STAGES
-    floor_us: float = 0.0
+    least: LeastWork = LeastWork()
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -73,18 +89,29 @@ class JointCandidate:
     def in_loop(self) -> bool:
         return self.stages > 1 or self.microbatches > 1
 
-    @property
+    @cached_property
     def bound_us(self) -> float:
-        """No step of this configuration takes less. Stages: whatever is recomputed or sent, each microbatch goes through the
-        stages before a rank's own, and back; with t the time of all stages for one microbatch, no cut is below
-        t / (1 - (1 - 1/m)^p) (each rank has m times its own work, besides that of the ranks before it). Where a rank has
-        several stages, or backward is split, only the work itself is counted."""
-        if self.stages == 1:
-            return max(self.cost.bound_us, self.floor_us)
-        m, p = self.microbatches, self.stages
-        if self.schedule.virtual_stages > 1 or self.schedule.bubble < 1:
-            return self.floor_us
-        return self.floor_us * p / m / (1.0 - (1.0 - 1.0 / m) ** p)
+        """No step of this configuration takes less without overlap, whatever is recomputed or sent: the placements of the whole
+        batch on a stage's ranks, with everything saved, are the least work of all stages together."""
+        return self._least_us(self.cost.bound_us)
+
+    @cached_property
+    def step_bound_us(self) -> float:
+        """No step of this configuration takes less if all communication overlaps."""
+        return self._least_us(0.0)
+
+    def _least_us(self, work_us: float) -> float:
+        """The least time of a rank if all stages take work_us. Stages compute the layers and what is around them in order."""
+        least, p = self.least, self.stages
+        work_us = max(work_us, p * least.us)
+        if p == 1:
+            return work_us
+        layers_us = least_of_layers_us(p * least.layers_us, least.layers, p)
+        if self.schedule.virtual_stages > 1:  # the first stage of a rank may be small
+            return max(work_us / p, layers_us)
+        through_us, waited = (p * least.us, 1.0) if self.schedule.bubble >= 1 else (
+            p * least.layers_us if least.layers else 0.0, least.forward_share)
+        return max(least_step_us(work_us, through_us, p, self.microbatches, waited), layers_us)
 
     def bytes_with(self, kept: float, gathered: bool = False) -> float:
         """Estimated bytes of a rank that saves this part of the activations. gathered: parameters are gathered once."""

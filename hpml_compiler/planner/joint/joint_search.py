@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.graph_planning import plan_graph
-from hpml_compiler.planner.joint.joint_candidate import KEPT_OF_ALL, JointCandidate, StageCost
+from hpml_compiler.planner.joint.joint_candidate import KEPT_OF_ALL, JointCandidate, LeastWork, StageCost
 from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, OpenDecisions
 from hpml_compiler.planner.offline_planner import plan_candidate
 from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage
@@ -30,6 +30,7 @@ from hpml_compiler.visualize.formatting import format_bytes, format_us
 from passes.checkpointing.layers.layer_boundary import LayersDiffer
 from passes.errors import BadInput, Infeasible
 from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.step_phase import FORWARD
 from passes.hardware.cluster import Cluster
 from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.sharding.oracle.memory_model import MemoryModel
@@ -43,7 +44,9 @@ MOST_UNLIKELY = 3
 MOST_PLANNED = 4
 """Configurations that are planned after the first one that fits."""
 LATER = 0.25
-"""Part of the work limit for placements of the whole batch, over all meshes."""
+"""Part of the work limit for placements of the whole batch on one mesh."""
+ALL_MESHES = 0.5
+"""Part of the work limit for placements of the whole batch, over all meshes but those without stages."""
 
 
 @dataclass(frozen=True)
@@ -157,36 +160,45 @@ class JointSearch:
         self.rejected[known] = first.model_copy(update={"bound": bound})
 
     def _candidates(self) -> Iterator[JointCandidate]:
-        """All configurations. Costs on stages follow from those of a mesh with the same tensor axis on all devices."""
+        """All configurations. Where the time for placements is over, costs on stages follow from those of a mesh with the same
+        tensor axis on all devices."""
         decisions, limit = self.decisions, memory_limit(self.traces.options, self.cluster)
-        first, *more = decisions.stage_counts()
-        costs = [cost for mesh in decisions.stage_meshes(first) if (cost := self._cost(first, mesh)) is not None]
-        floor_us = min((cost.compute_us for cost in costs), default=0.0) / first
-        for cost in costs:
-            yield from self._on_stages(first, cost, limit, floor_us)
-        of_tensor = {cost.tensor: cost for cost in costs}
-        for stages in more:
+        costs, of_tensor = list[tuple[int, StageCost]](), dict[int, StageCost]()
+        for stages in decisions.stage_counts(None if self.folded is None else self.folded.layers * len(self.folded.lists)):
             for mesh in decisions.stage_meshes(stages):
-                if (known := of_tensor.get(mesh.get(TENSOR_AXIS, 1))) is not None:
-                    yield from self._on_stages(stages, known.on(mesh), limit, floor_us)
+                known = of_tensor.get(mesh.get(TENSOR_AXIS, 1))
+                late = known is not None and self.allowance.left_s < (1.0 - ALL_MESHES) * self.allowance.seconds
+                cost = known.on(mesh) if known is not None and late else self._cost(stages, mesh)
+                if cost is not None:
+                    of_tensor.setdefault(cost.tensor, cost)
+                    costs.append((stages, cost))
+        least = self._least(costs)
+        for stages, cost in costs:
+            yield from self._on_stages(stages, cost, limit, least)
 
-    def _on_stages(self, stages: int, cost: StageCost, limit: float, floor_us: float) -> Iterator[JointCandidate]:
+    def _least(self, costs: list[tuple[int, StageCost]]) -> LeastWork:
+        """The least over all meshes."""
+        folded = self.folded
+        each = [(cost.compute_us / stages, cost.layers_us / stages, cost.forward_share) for stages, cost in costs]
+        us, layers_us, share = (min(column) for column in zip(*each)) if each else (0.0, 0.0, 0.0)
+        return LeastWork(us, layers_us, share, 0 if folded is None or len(folded.lists) > 1 else folded.layers)
+
+    def _on_stages(self, stages: int, cost: StageCost, limit: float, least: LeastWork) -> Iterator[JointCandidate]:
         for count in self.decisions.microbatch_counts(cost.mesh):
             if stages == 1 or count >= stages:
                 for schedule in self.decisions.schedules(stages, count):
-                    yield JointCandidate(stages, cost, count, limit, schedule, floor_us)
+                    yield JointCandidate(stages, cost, count, limit, schedule, least)
 
     def _cost(self, stages: int, mesh: dict[str, int]) -> StageCost | None:
         """Placements of the whole batch on the ranks of a stage; None where their parameters alone do not fit, or where a few
-        layers do not represent the model."""
+        layers do not represent the model. Unsharded parameters may stay in memory, as under a memory budget."""
         options, folded = self.traces.options, self.folded
-        cluster = cluster_of_stage(self.cluster, stages)
-        own = options.model_copy(update={"mesh": mesh or None, "memory_budget": None, "microbatches": 1, "recompute": {},
+        cluster, budget = cluster_of_stage(self.cluster, stages), stages * memory_limit(options, self.cluster)
+        own = options.model_copy(update={"mesh": mesh or None, "memory_budget": budget, "microbatches": 1, "recompute": {},
                                          "schedule": "auto", "virtual_stages": 1})
         part = self.allowance.part(LATER * self.allowance.seconds)
         try:
-            planned = plan_graph(self.annotated, own, cluster, lifetimes=MemoryModel(0.0), allowance=part,
-                                 budget_bytes=stages * memory_limit(options, self.cluster),
+            planned = plan_graph(self.annotated, own, cluster, lifetimes=MemoryModel(0.0), allowance=part, budget_bytes=budget,
                                  shorter=None if folded is None else folded.shorter,
                                  further=0 if folded is None else folded.further)
         except Infeasible as error:
@@ -196,10 +208,12 @@ class JointSearch:
             return None
         record, trained = planned.record, sum(self.traces.trained.values())
         largest = max((nbytes for each in record.operations.values() for nbytes in each.result_bytes), default=0)
+        layers_us, forward_us = _layers_us(record, () if folded is None else folded.lists)
         return StageCost(
             mesh, record.predicted.step_time_us, record.solver.bound or 0.0,
             (2 + options.resident_states) * trained / cluster.world_size, float(record.memory.activations), float(largest),
-            self._output_bytes() / math.prod(mesh.values()), _parameter_us(record), record.predicted.compute_us, trained)
+            self._output_bytes() / math.prod(mesh.values()), _parameter_us(record), record.predicted.compute_us, trained,
+            layers_us, forward_us / layers_us if layers_us else 0.0)
 
     def _output_bytes(self) -> float:
         graph = self.annotated.graph
@@ -233,3 +247,10 @@ def _parameter_us(record: GraphPlan) -> float:
     """Time of communication of parameters and their gradients."""
     legs = step_graph(record, PlannedPrices(record)).legs
     return sum(leg.multiplicity * hop.us for leg in legs if leg.gradient or leg.value in record.parameters for hop in leg.hops)
+
+
+def _layers_us(record: GraphPlan, lists: Sequence[str]) -> tuple[float, float]:
+    """Computation of all repeated layers, and of their forward."""
+    calls = [call for call in step_graph(record, PlannedPrices(record)).calls
+             if any(call.block.startswith(f"{path}.") for path in lists)]
+    return sum(call.runs * call.us for call in calls), sum(call.runs * call.us for call in calls if call.phase == FORWARD)

@@ -58,12 +58,12 @@ class OpenDecisions:
     def microbatches_are_open(self) -> bool:
         return "microbatches" not in self.options.model_fields_set
 
-    def stage_counts(self) -> Iterator[int]:
-        """Numbers of pipeline stages that the cluster can be divided into, fewest first."""
+    def stage_counts(self, layers: int | None = None) -> Iterator[int]:
+        """Numbers of pipeline stages that the cluster can be divided into, fewest first, and at most as many as layers."""
         if self.options.mesh is not None:
             yield self.options.stage_ranks
             return
-        for stages in range(1, self.cluster.world_size + 1):
+        for stages in range(1, min(self.cluster.world_size, layers or self.cluster.world_size) + 1):
             try:
                 devices_of_stage(self.cluster, stages)
             except BadInput:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import hpml_compiler
 from hpml_compiler.options import Options
-from hpml_compiler.planner.joint.joint_candidate import JointCandidate, StageCost
+from hpml_compiler.planner.joint.joint_candidate import JointCandidate, LeastWork, StageCost
 from hpml_compiler.planner.joint.open_decisions import OPEN_SCHEDULES, OpenDecisions
 from passes.errors import Infeasible
 from passes.hardware.cluster import Cluster
@@ -128,7 +128,7 @@ def test_more_microbatches_take_fewer_bytes_and_stages_a_bubble():
     assert (own.us, own.saved_bytes, own.compute_us) == (180.0, 2000.0, 120.0), "twice the rows, and the same parameters"
     one, four = JointCandidate(1, cost, 1, 500.0), JointCandidate(1, cost, 4, 500.0)
     assert four.bytes_with(1.0) < one.bytes_with(1.0) and four.us < one.us, "which recomputes more"
-    plain, virtual, split = (JointCandidate(2, own, 4, 500.0, each, 60.0) for each in OPEN_SCHEDULES)
+    plain, virtual, split = (JointCandidate(2, own, 4, 500.0, each, LeastWork(60.0)) for each in OPEN_SCHEDULES)
     assert plain.mesh == {"pp": 2, "dp": 2} and str(plain) == "2 stages in 4 microbatches (1f1b)"
     assert virtual.bound_us == split.bound_us == 60.0 < plain.bound_us <= plain.us and split.us < plain.us
     assert str(one) == "the whole batch at once"
@@ -145,5 +145,5 @@ def test_no_cut_of_a_played_schedule_takes_less_than_the_bound(stages, microbatc
             table = make_schedule(schedule.name, stages, microbatches, schedule.virtual_stages)
             times = [TimedStage(us / 3, 2 * us / 3, 0.0, 0.0, weight_us=us / 3 if table.splits_backward else None)
                      for us in (parts if schedule.virtual_stages == 1 else [us / 2 for us in parts * 2])]
-            bound_us = JointCandidate(stages, cost, microbatches, 0.0, schedule, floor_us).bound_us
+            bound_us = JointCandidate(stages, cost, microbatches, 0.0, schedule, LeastWork(floor_us)).bound_us
             assert bound_us <= simulate_pipeline(table, times).step_us * (1 + 1e-9)

@@ -1,0 +1,53 @@
+"""Random pipelines, played -> no step below the bound of their work."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from passes.pipeline.least_step import least_of_layers_us, least_step_us
+from passes.pipeline.pipeline_schedule import make_schedule
+from passes.pipeline.pipeline_timeline import TimedStage, simulate_pipeline
+
+TIMES = st.floats(0.1, 5.0)
+
+
+@st.composite
+def stages_of(draw, split: bool):
+    """Stages with the forward share of their layers' work, and other work on top, such as communication."""
+    share, found = draw(st.floats(0.1, 0.9)), []
+    for _ in range(draw(st.integers(2, 6))):
+        work, more = draw(TIMES), draw(st.sampled_from([0.0, 0.5, 2.0]))
+        forward = work * (share if split else draw(st.floats(0.1, 0.9)))
+        backward = work - forward + more
+        weight = draw(st.floats(0.0, 1.0)) * backward if split else None
+        found.append((work, work + more, TimedStage(forward, backward, 0.0, 0.0, weight_us=weight)))
+    return share if split else 1.0, found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_played_pipeline_takes_less(schedule, data):
+    waited, drawn = data.draw(stages_of(schedule == "zero_bubble"))
+    through, work, timed = zip(*drawn)
+    count = data.draw(st.sampled_from([len(drawn), len(drawn) + 1, 3 * len(drawn)]))
+    played = simulate_pipeline(make_schedule(schedule, len(drawn), count, 1), timed).step_us
+    bound = least_step_us(count * sum(work), count * sum(through), len(drawn), count, waited)
+    assert count * sum(work) / len(drawn) <= bound * (1 + 1e-9) and bound <= played * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (4, 24), (8, 96)])
+def test_work_that_all_passes_through_has_a_closed_form(stages, microbatches):
+    closed = 1 / microbatches / (1 - (1 - 1 / microbatches) ** stages)
+    assert least_step_us(1.0, 1.0, stages, microbatches) == pytest.approx(closed)
+
+
+def test_one_stage_waits_for_nothing_and_one_microbatch_for_all():
+    assert least_step_us(7.0, 5.0, 1, 4) == pytest.approx(7.0)
+    assert least_step_us(1.0, 1.0, 4, 1) == pytest.approx(1.0)
+
+
+def test_layers_are_not_divided():
+    assert least_of_layers_us(96.0, 96, 64) == 2.0 and least_of_layers_us(96.0, 96, 32) == 3.0
+    assert least_of_layers_us(0.0, 0, 4) == 0.0
