@@ -259,7 +259,7 @@ class _RowPlacement:
 def _told_reader(node: Node) -> str:
     """The call; for a collective the one that reads its result."""
     found = node
-    while is_collective(found.target) or found.target in (WAIT, *PARTS):
+    while found.users and (is_collective(found.target) or found.target in (WAIT, *PARTS)):
         found = next(iter(found.users))
     if found is node or not is_collective(node.target) or found.op == "output":
         return _told(node)
