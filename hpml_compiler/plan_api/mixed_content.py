@@ -142,7 +142,8 @@ class MixedContent(PlanFile):
         return {
             **slowest,
             "step_time_s": cost.step_time_us * 1e-6,
-            "bound_s": None, "bound_j": None, "gap": None,  # times between the numbers of rows that were planned are estimated
+            # None: times between the numbers of rows that were planned are estimated.
+            "bound_s": None, "bound_j": None, "gap": None, "simulated_s": None, "step_bound_s": None, "step_gap": None,
             "status": ", ".join(dict.fromkeys(part["status"] for part in made)),
             "mesh": None,
             "world_size": self.world_size,

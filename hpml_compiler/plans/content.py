@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from hpml_compiler.plans.schema import (
     MemoryBytes,
     MeshAttempt,
     PredictedCost,
+    SolverReport,
     UnplannedPart,
     collective_totals,
 )
@@ -118,12 +119,16 @@ class PlanContent(PlanFile):
         bound = None if None in bounds else sum(b for b in bounds if b is not None) * 1e-6
         gaps = [solver.gap for solver in solvers]
         cost = self.predicted
+        simulated, least = _simulated_s(solvers)
         return {
             "step_time_s": cost.step_time_us * 1e-6,
             "objective": objective,
             "bound_s": bound if objective == "time" else None,
             "bound_j": bound * self.world_size if bound is not None and objective == "energy" else None,
             "gap": None if None in gaps else max((g for g in gaps if g is not None), default=0.0),
+            "simulated_s": simulated,
+            "step_bound_s": least,
+            "step_gap": 1.0 - least / simulated if simulated and least is not None else None,
             "status": ", ".join(dict.fromkeys(solver.status for solver in solvers)),
             "mesh": dict(self.mesh),
             "links": self.links,
@@ -142,6 +147,13 @@ class PlanContent(PlanFile):
             "unplanned": [part.model_dump(mode="json") for part in self.unplanned],
             "rejected": [attempt.model_dump(mode="json") for attempt in self.rejected],
         }
+
+
+def _simulated_s(solvers: Sequence[SolverReport]) -> tuple[float | None, float | None]:
+    """The simulated step and its bound, where configurations were compared by it: those of one graph."""
+    if len(solvers) != 1 or solvers[0].simulated_us is None or solvers[0].simulated_bound_us is None:
+        return None, None
+    return solvers[0].simulated_us * 1e-6, solvers[0].simulated_bound_us * 1e-6
 
 
 def _sums(parts: Iterable[Record], kind: type[Record]) -> dict[str, Any]:

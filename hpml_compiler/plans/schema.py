@@ -146,7 +146,8 @@ class PredictedCost(Record):
 class SolverReport(Record):
     """Result of the solver: status ("optimal", "feasible", ...), cost and proven bound, relative gap, problem size, seconds.
 
-    objective: the minimized quantity. With "energy", `cost` and `bound` are in µJ of one device."""
+    objective: the minimized quantity. With "energy", `cost` and `bound` are in µJ of one device. simulated_us: the step with
+    communication that overlaps computation, where configurations were compared by it, and simulated_bound_us, its bound."""
 
     status: str
     cost: float | None
@@ -158,10 +159,13 @@ class SolverReport(Record):
     seconds: Annotated[float, Field(ge=0.0)]
     solver: str
     objective: Objective = "time"
+    simulated_us: Microseconds | None = None
+    simulated_bound_us: Microseconds | None = None
 
     def without_bound(self) -> SolverReport:
         """The report without bound and gap, for a solution of a restricted problem: its bound does not hold in general."""
-        return self.model_copy(update={"status": "feasible", "bound": None, "gap": None})
+        return self.model_copy(update={"status": "feasible", "bound": None, "gap": None, "simulated_us": None,
+                                       "simulated_bound_us": None})
 
     def of_another(self) -> SolverReport:
         """The report without cost and bound, for a solution that is reused in another problem, where its cost differs."""

@@ -75,6 +75,8 @@ class JointSearch:
     rejected: list[MeshAttempt] = field(default_factory=list)
     skipped: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict)
     """Places in `rejected` of configurations that were not planned, by mesh."""
+    step_bounds_us: list[float] = field(default_factory=list)
+    """Bounds of the simulated steps of all configurations that were considered."""
 
     @property
     def cluster(self) -> Cluster:
@@ -104,7 +106,9 @@ class JointSearch:
 
     def candidates(self) -> list[JointCandidate]:
         """All configurations, in the order in which they are planned."""
-        return sorted(self._candidates(), key=lambda each: (not each.may_fit, each.us))
+        found = sorted(self._candidates(), key=lambda each: (not each.may_fit, each.us))
+        self.step_bounds_us += [each.step_bound_us for each in found]
+        return found
 
     def _plan_all(self, candidates: Iterable[JointCandidate]) -> None:
         unlikely = later = 0
@@ -228,8 +232,9 @@ class JointSearch:
         bounds = [us, *(each.bound for each in self.rejected if each.bound is not None)]
         bound, gap = min(bounds), 1.0 - min(bounds) / us if us else 0.0
         optimal = gap <= self.traces.options.gap and not self.allowance.is_over
-        graphs = tuple(graph.model_copy(update={"solver": graph.solver.model_copy(update={
-            "status": "optimal" if optimal else "feasible", "cost": us, "bound": bound, "gap": gap})}) for graph in plan.graphs)
+        solved = {"status": "optimal" if optimal else "feasible", "cost": us, "bound": bound, "gap": gap,
+                  "simulated_us": best.simulated_us, "simulated_bound_us": min(best.simulated_us, *self.step_bounds_us)}
+        graphs = tuple(graph.model_copy(update={"solver": graph.solver.model_copy(update=solved)}) for graph in plan.graphs)
         log.info("nothing was pinned: hpml chose the mesh %s, %s; it is at most %.1f %% above the bound of %s", candidate.mesh,
                  candidate, 100 * gap, format_us(bound))
         return plan.model_copy(update={"graphs": graphs, "rejected": tuple(self.rejected)})

@@ -14,6 +14,7 @@ import hpml_compiler
 from hpml_compiler.options import Options
 from hpml_compiler.planner.joint.joint_candidate import JointCandidate, LeastWork, StageCost
 from hpml_compiler.planner.joint.open_decisions import OPEN_SCHEDULES, OpenDecisions
+from hpml_compiler.simulate.simulator import simulate
 from passes.errors import Infeasible
 from passes.hardware.cluster import Cluster
 from passes.pipeline.pipeline_schedule import make_schedule
@@ -63,6 +64,9 @@ def test_a_step_that_does_not_fit_is_planned_so_that_it_does():
     assert graph.solver.bound <= graph.predicted.step_time_us == graph.solver.cost
     assert graph.solver.gap == pytest.approx(1 - graph.solver.bound / graph.solver.cost)
     assert (graph.solver.status == "optimal") == (graph.solver.gap <= 1e-3)
+    found = plan.summary_json()
+    assert 0 < found["step_bound_s"] <= found["simulated_s"] == pytest.approx(simulate(plan).step_us * 1e-6)
+    assert found["step_gap"] == pytest.approx(1 - found["step_bound_s"] / found["simulated_s"])
     assert all(each.bound is None or each.bound >= graph.solver.bound for each in plan.rejected)
     assert all(each.cost is None or each.cost >= graph.solver.bound for each in plan.rejected)
 
