@@ -127,7 +127,7 @@ class StepProfile:
         return running
 
 
-SETTLE_S = 0.05
+SETTLE_S = 0.1
 
 
 def _let_threads_finish() -> None:

@@ -28,7 +28,6 @@ from hpml_compiler.plans.record_fields import (
 )
 
 Objective = Literal["time", "energy"]
-
 ROOT = "(root)"
 """The block of operations outside of any submodule, such as a loss."""
 
@@ -145,7 +144,6 @@ class PredictedCost(Record):
 
 class SolverReport(Record):
     """Result of the solver: status ("optimal", "feasible", ...), cost and proven bound, relative gap, problem size, seconds.
-
     objective: the minimized quantity. With "energy", `cost` and `bound` are in µJ of one device. simulated_us: the step with
     communication that overlaps computation, where configurations were compared by it, and simulated_bound_us, its bound."""
 
@@ -164,12 +162,11 @@ class SolverReport(Record):
 
     def without_bound(self) -> SolverReport:
         """The report without bound and gap, for a solution of a restricted problem: its bound does not hold in general."""
-        return self.model_copy(update={"status": "feasible", "bound": None, "gap": None, "simulated_us": None,
-                                       "simulated_bound_us": None})
+        return self.model_copy(update={"status": "feasible", "bound": None, "gap": None, "simulated_bound_us": None})
 
     def of_another(self) -> SolverReport:
         """The report without cost and bound, for a solution that is reused in another problem, where its cost differs."""
-        return self.without_bound().model_copy(update={"cost": None})
+        return self.without_bound().model_copy(update={"cost": None, "simulated_us": None})
 
 
 class UnplannedPart(Record):

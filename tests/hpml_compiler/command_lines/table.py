@@ -9,17 +9,17 @@ LONG = "9" * 5000
 DEEP = "[" * 100_000
 
 TARGETS = [
-    ("plan models.py:tiny", 0, "mesh", "the plainest use"),
-    ("plan models.py:by_name", 0, "mesh", "arguments by name"),
-    ("plan models.py:one_tensor", 0, "mesh", "a tensor alone is the only argument"),
-    ("plan models.py:list_batch", 0, "mesh", "lists do for tuples"),
-    ("plan models.py:defaults", 0, "mesh", "arguments with defaults"),
+    ("plan models.py:tiny", 0, "one device", "the plainest use"),
+    ("plan models.py:by_name", 0, "one device", "arguments by name"),
+    ("plan models.py:one_tensor", 0, "one device", "a tensor alone is the only argument"),
+    ("plan models.py:list_batch", 0, "one device", "lists do for tuples"),
+    ("plan models.py:defaults", 0, "one device", "arguments with defaults"),
     ("plan models.py:prints --json", 0, "{", "what the model prints stays off stdout"),
-    ("plan models.py:on_meta", 0, "mesh", "a model without memory"),
-    ("plan models.py:frozen_half", 0, "mesh", "frozen parameters"),
-    ("plan models.py:double", 0, "mesh", "float64"),
-    ("plan models.py:evaluating", 0, "mesh", "evaluation mode still has gradients"),
-    ("plan models:tiny", 0, "mesh", "a module of the current folder"),
+    ("plan models.py:on_meta", 0, "one device", "a model without memory"),
+    ("plan models.py:frozen_half", 0, "one device", "frozen parameters"),
+    ("plan models.py:double", 0, "one device", "float64"),
+    ("plan models.py:evaluating", 0, "one device", "evaluation mode still has gradients"),
+    ("plan models:tiny", 0, "one device", "a module of the current folder"),
     ("plan models.py:deep --cluster 2x2:cpu --json", 0, "{", "a deep model on several nodes"),
     ("plan models.py:data_dependent", 2, "branch", "a branch on values, which only a run knows"),
     ("plan models.py:detached", 2, "gradient", "the loss does not depend on a parameter"),
@@ -124,7 +124,7 @@ CLUSTERS = [
 OPTIONS = [
     ("plan models.py:tiny --cluster 1x4:cpu --fix dp=2 --fix tp=2", 0, "dp=2 x tp=2", "pinned axes"),
     ("plan models.py:tiny --cluster 1x4:cpu --fix 'mesh={\"a\": 4}'", 0, "a=4", "a pinned mesh"),
-    ("plan models.py:tiny --memory-budget 1GiB", 0, "mesh", "a budget"),
+    ("plan models.py:tiny --memory-budget 1GiB", 0, "one device", "a budget"),
     ("plan models.py:tiny --fix objective=energy --cluster 1x2:h100-80g", 0, "energy", "energy in place of time"),
     ("plan models.py:tiny --fix power_cap=300W --cluster 1x2:h100-80g", 0, "mesh", "a power cap"),
     ("plan models.py:tiny --cluster 1x4:cpu --gap 0", 0, "mesh", "no gap"),
@@ -199,10 +199,10 @@ OPTIONS = [
 ]
 
 OUTPUTS = [
-    ("plan models.py:tiny --save saved.json --svg saved.svg", 0, "mesh", "a plan and its picture"),
-    ("plan models.py:tiny --save old.json", 0, "mesh", "over an older plan"),
-    ("plan models.py:tiny --save /dev/null", 0, "mesh", "to a device, which stays one"),
-    ("plan models.py:tiny --save saved --svg saved.PNG", 0, "mesh", "endings are free for plans, and in capitals for pictures"),
+    ("plan models.py:tiny --save saved.json --svg saved.svg", 0, "one device", "a plan and its picture"),
+    ("plan models.py:tiny --save old.json", 0, "one device", "over an older plan"),
+    ("plan models.py:tiny --save /dev/null", 0, "one device", "to a device, which stays one"),
+    ("plan models.py:tiny --save saved --svg saved.PNG", 0, "one device", "any ending for plans, and capitals for pictures"),
     ("plan models.py:tiny --save no/such/folder/plan.json", 2, "no folder", "a folder that is not there"),
     ("plan models.py:tiny --save folder.json", 2, "directory", "a folder for a file"),
     ("plan models.py:tiny --save models.py/plan.json", 2, "folder", "a file for a folder"),
