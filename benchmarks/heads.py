@@ -65,7 +65,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": hugging_face("GPT2", vocab_size=50257, n_embd=128, n_layer=2, n_head=4),
     "gemma2": hugging_face("Gemma2", vocab_size=256000, num_key_value_heads=2, head_dim=32, **_SMALL),
     "qwen2": hugging_face("Qwen2", vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=True, **_SMALL),
-    "t5": hugging_face("T5", vocab_size=32128, d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4),
+    "t5": hugging_face("T5", vocab_size=32128, d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4,
+                       decoder_start_token_id=0),
     "bert": hugging_face("Bert", vocab_size=30522, **_SMALL),
 }
 ROWS = {"wide_vocabulary": (8, 256), "llama": (4, 256)}
