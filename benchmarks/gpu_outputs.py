@@ -9,12 +9,11 @@ import argparse
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_checks import HERE, WEIGHT_TOLERANCE, farthest, models_of, one_line, synchronize
+from gpu_checks import HERE, WEIGHT_TOLERANCE, farthest, models_of, one_line, step_ms
 from torch import nn
 
 SPLITS: dict[str, dict[str, Any]] = {
@@ -173,22 +172,10 @@ def _measured(device: str, backend: str, inside: bool, turn: Any) -> dict[str, A
     first_s = time.perf_counter() - began
     losses += [float(step()) for _ in range(3)]
     with turn:
-        times, peak = timed(step, device, 8)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        ms = step_ms(step, device, 8)
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     held = sum(p.numel() * p.element_size() for p in model.parameters()) * 3  # with two moments
-    ms = statistics.median(times) * 1e3
     return {"says": f"{ms:.1f} ms, {peak / 2**30:.2f} GiB", "ms": ms, "peak_bytes": peak, "held_bytes": held, "losses": losses,
             "first_step_s": first_s}
-
-
-def timed(step: Callable[[], Any], device: str, steps: int) -> tuple[list[float], int]:
-    """Seconds of each step, and the most bytes that were allocated in one."""
-    times = []
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(steps):
-        synchronize(device)
-        start = time.perf_counter()
-        step()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return times, torch.cuda.max_memory_allocated() if device == "cuda" else 0

@@ -1,4 +1,4 @@
-"""How a run will compute the loss of a planned step, for the plan's record."""
+"""Chunks in which a run will compute the loss of a planned step, for the plan's record."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from passes.transforms.shard.redistributor import MeshGroups
 
 
 def loss_chunking(step: StepProblem, decided: DecidedStep, notes: Sequence[LossChunking]) -> LossChunking | None:
-    """How the loss is computed; None if that is unknown. notes: made while the step was decided. Where its graph was not
+    """The chunks of the loss; None if that is unknown. notes: made while the step was decided. Where its graph was not
     rewritten, a copy is, as on the first rank."""
     options, decision, planned = step.options, decided.decision, decided.planned
     if notes:

@@ -38,7 +38,7 @@ class MicrobatchPlan(Record):
 
 
 class LossChunksPlan(Record):
-    """How the loss is computed. count: number of chunks of rows; 1 computes it at once. head: the operation that makes the
+    """Chunks of the loss. count: number of chunks of rows; 1 computes it at once. head: the operation that makes the
     logits, from which on it is in chunks; "" where it is at once. reason: why it is at once."""
 
     count: Annotated[int, Field(ge=1)] = 1

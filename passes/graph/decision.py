@@ -102,7 +102,7 @@ class MicrobatchPlacement:
 
 @dataclass(frozen=True)
 class LossChunking:
-    """How the loss of one graph is computed. count: of chunks; 1 computes it at once. head: the call that makes the logits, ""
+    """Chunks of the loss of one graph. count: their number; 1 computes it at once. head: the call that makes the logits, ""
     where it is at once. reason: why it is at once."""
 
     count: int = 1

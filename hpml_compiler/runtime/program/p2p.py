@@ -37,7 +37,7 @@ class P2P:
                  everybody: dist.ProcessGroup | None = None):
         self.ranks, self.device, self.group, self.everybody = tuple(ranks), device, group, everybody
         self.wire = torch.device("cpu") if sends_through_host(device, group) else device
-        """Where messages are sent from and received."""
+        """The device that messages are sent from and received on."""
         self.sent: dict[int, list[tuple[Any, torch.Tensor]]] = {}
         """The last sends to each rank, with the buffers that they read."""
 

@@ -77,7 +77,7 @@ def overview(found: PlanDescription, max_nodes: int = 300) -> graphviz.Digraph:
 
 
 def _step_lines(step: StepSummary, alone: bool) -> list[str]:
-    """How a step was planned; its parts, which of a step alone are the legend; and why nothing of it is split."""
+    """Lines on a step: its plan; its parts, which of a step alone are the legend; the reason why nothing is split."""
     gap = "" if step.gap is None else f", gap {step.gap:.2%}"
     times = f", {step.microbatches} microbatches" * (step.microbatches > 1) + f" under {step.schedule}" * bool(step.schedule)
     lines = [f"{step.name} ({step.status}{gap}){times}"]

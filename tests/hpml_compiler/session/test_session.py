@@ -44,7 +44,7 @@ def run_sweep(rank):
 
 
 def run_losses_outside():
-    """What is known of a model's loss, and how many graphs were compiled for it, ends with the model."""
+    """A reset -> nothing is known of earlier models' losses, and no graphs count that were compiled for them."""
     recorded_call.MOST_GRAPHS = 1
     for _ in range(2):
         hpml_compiler.reset()
