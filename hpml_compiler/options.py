@@ -253,7 +253,7 @@ class Options(BaseModel):
         given = self.load_plan()
         if given is None:
             return self
-        from_plan = _made_with(given) if given.world_size == world_size else {}
+        from_plan = made_with(given) if given.world_size == world_size else {}
         update = {"plan": given, **{k: x for k, x in from_plan.items() if k not in self.model_fields_set}}
         if self.mesh == given.mesh and self.mesh_order is None:
             update["mesh"] = dict(given.mesh)  # in the plan's order of axes
@@ -276,7 +276,7 @@ class Options(BaseModel):
         return self.model_dump(mode="json", exclude_defaults=True, exclude={"plan", "monitor", "tensorboard", "offload_folder"})
 
 
-def _made_with(plan: Plan) -> dict[str, Any]:
+def made_with(plan: Plan) -> dict[str, Any]:
     """Options that follow from a plan: memory budget, microbatches, mesh, schedule."""
     found: dict[str, Any] = {}
     for graph in plan.step_graphs:

@@ -1,63 +1,123 @@
-"""The cost of storing one parameter otherwise: the best plan in which this one decision is another, solved anew."""
+"""The cost of one decision made otherwise: the best plan in which this one is another, solved anew."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
+from hpml_compiler.options import made_with
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.schema import DecisionRecord, GraphPlan
 from hpml_compiler.visualize.description.placement_words import value_words, words_text
-from hpml_compiler.visualize.formatting import format_bytes, format_placements, format_us
+from hpml_compiler.visualize.formatting import format_bytes, format_mesh, format_placements, format_us
+from hpml_compiler.visualize.step_explanation import STEP_DECISIONS, microbatches_of
 from passes.errors import HpmlError
 
 MOST = 3
-Replan = Callable[[Plan], Plan]
-"""Plans the same model on the same mesh with the decisions of a plan, and solves all that it leaves open."""
+PP_AXIS = "pp"
+SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "gpipe")
+
+
+class Replan(Protocol):
+    """Plans the same model on the same devices with these options, and solves all that they leave open."""
+
+    def __call__(self, **options: Any) -> Plan: ...
 
 
 def alternatives_text(plan: Plan, name: str, replan: Replan) -> str:
-    """Lines on up to MOST other placements of a parameter; why there are none for what cannot be changed alone."""
-    graph = next((graph for graph in plan.graphs if name in graph.parameters), None)
-    if graph is None:
-        return ""
-    parameter = graph.parameters[name]
-    if graph.pipeline is not None or graph.microbatches is not None or graph.graph_hash.startswith("shortened:"):
-        what = "pipeline stages or microbatches" if graph.pipeline or graph.microbatches else "layers that it did not trace"
-        return f"  alternatives are not solved for a plan with {what}"
-    if parameter.entity not in graph.decisions:
-        return "  alternatives are not solved: the plan does not record this decision"
-    lines = [f"  otherwise (planned again with {name} stored so, all else free)"]
-    for placements in _others(graph, name):
-        label = ",".join(placements)
-        old = graph.decisions[parameter.entity]
-        pinned = DecisionRecord(inputs=(label,) * len(old.inputs), outputs=(label,) * len(old.outputs))
-        edited = graph.model_copy(update={"decisions": {parameter.entity: pinned}})
-        words = words_text(value_words(placements, parameter.dims, graph.mesh))
-        how = f"{words} ({format_placements(placements, graph.mesh)})"
+    """Lines on up to MOST other placements of a parameter, or other numbers of stages or microbatches, or schedules; why there
+    are none for what cannot be changed alone."""
+    if name in STEP_DECISIONS and not any(name in graph.parameters for graph in plan.graphs):
+        tried, why = list(_other_steps(plan, name))[:MOST], f"  there are no other {name} for these devices and this batch"
+        lines = [f"  otherwise (planned again with other {name}, with placements free, and the rest as it is)"]
+    else:
+        graph = next((graph for graph in plan.graphs if name in graph.parameters), None)
+        if graph is None:
+            return f"  alternatives are solved for parameters, and for {', '.join(STEP_DECISIONS)}"
+        if graph.parameters[name].entity not in graph.decisions:
+            return "  alternatives are not solved: the plan does not record this decision"
+        tried, why = list(_other_placements(plan, graph, name))[:MOST], "  no axis of the mesh divides another of its dims"
+        same = " and the same parameter of equal layers" if graph.multiplicity else ""
+        lines = [f"  otherwise (planned again with {name}{same} stored so, with these stages and microbatches, all else free)"]
+    for how, options in tried:
         try:
-            found = replan(plan.model_copy(update={"graphs": tuple(edited if each is graph else each for each in plan.graphs)}))
-            lines.append(f"    {how}: {_compared(plan, found)}")
+            lines.append(f"    {how}: {_compared(plan, replan(**options), options)}")
         except HpmlError as error:
             lines.append(f"    {how}: impossible, {error.what}")
-    return "\n".join(lines) if len(lines) > 1 else "  no axis of the mesh divides another of its dims"
+    return "\n".join(lines) if tried else why
 
 
-def _others(graph: GraphPlan, name: str) -> list[Sequence[str]]:
+def _other_steps(plan: Plan, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    graph, kept = plan.step_graphs[0], _as_planned(plan)
+    if name == "microbatches":
+        count = microbatches_of(graph)
+        for other in dict.fromkeys((2 * count, count // 2, 1)):
+            if other not in (0, count) and (graph.rows is None or graph.rows % other == 0):
+                yield f"{other} microbatches" if other > 1 else "the whole batch at once", {**kept, "microbatches": other}
+    elif name == "schedule":
+        for other in SCHEDULES if graph.pipeline is not None else ():
+            if graph.pipeline is not None and other != graph.pipeline.schedule:
+                yield other, {**kept, "schedule": other, "virtual_stages": 2 if other == "interleaved" else 1}
+    else:
+        stages = plan.mesh.get(PP_AXIS, 1)
+        for other in dict.fromkeys((2 * stages, stages // 2, 1)):
+            mesh = _with_stages(plan.mesh, other) if other not in (0, stages) else None
+            if mesh is not None:
+                less = {} if other > 1 else {"schedule": "auto", "virtual_stages": 1}
+                yield f"mesh {format_mesh(mesh)}", {**kept, **less, "mesh": mesh}
+
+
+def _with_stages(mesh: Mapping[str, int], stages: int) -> dict[str, int] | None:
+    """The mesh with another number of stages: devices go to or come from the first axis that can, data parallelism first."""
+    old = mesh.get(PP_AXIS, 1)
+    rest = {axis: size for axis, size in mesh.items() if axis != PP_AXIS}
+    order = sorted(rest, key=lambda axis: axis != "dp") or ["dp"]
+    if stages < old:
+        rest[order[0]] = rest.get(order[0], 1) * old // stages
+    else:
+        axis = next((axis for axis in order if rest.get(axis, 1) % (stages // old) == 0), None)
+        if axis is None:
+            return None
+        rest[axis] = rest[axis] * old // stages
+    return {axis: size for axis, size in {PP_AXIS: stages, **rest}.items() if size > 1}
+
+
+def _other_placements(plan: Plan, graph: GraphPlan, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Placements that differ on one axis: whole, or split on another dim that the axis divides."""
-    parameter = graph.parameters[name]
-    return list(_changed(graph, parameter.placements, parameter.shape))[:MOST]
+    parameter, stages = graph.parameters[name], graph.pipeline is not None
+    for placements in _changed(graph, parameter.placements, parameter.shape):
+        own = [place for axis, place in zip(graph.mesh, placements) if not (stages and axis == PP_AXIS)]
+        old = graph.decisions[parameter.entity]
+        label = ",".join(own)
+        pinned = DecisionRecord(inputs=(label,) * len(old.inputs), outputs=(label,) * len(old.outputs))
+        edited = graph.model_copy(update={"decisions": {parameter.entity: pinned}, "pipeline": None, "kept": None,
+                                          "microbatches": None})
+        graphs = tuple(edited if each is graph else each for each in plan.graphs)
+        words = words_text(value_words(placements, parameter.dims, graph.mesh))
+        yield (f"{words} ({format_placements(placements, graph.mesh)})",
+               {**_as_planned(plan), "zero": "auto", "plan": plan.model_copy(update={"graphs": graphs})})
+
+
+def _as_planned(plan: Plan) -> dict[str, Any]:
+    """Options that pin the mesh, stages, microbatches and budget of a plan."""
+    return {**({"mesh": dict(plan.mesh)} if plan.world_size > 1 else {}), "microbatches": 1, **made_with(plan)}
 
 
 def _changed(graph: GraphPlan, placements: Sequence[str], shape: Sequence[int]) -> Iterator[Sequence[str]]:
     for whole in (True, False):
-        for number, size in enumerate(graph.mesh.values()):
+        for number, (axis, size) in enumerate(graph.mesh.items()):
+            if size == 1 or (axis == PP_AXIS and graph.pipeline is not None):
+                continue
             taken = {place for k, place in enumerate(placements) if k != number}
             places = ["R"] if whole else [f"S({dim})" for dim, length in enumerate(shape) if length % size == 0]
             for place in places:
-                if size > 1 and place != placements[number] and (whole or place not in taken):
+                if place != placements[number] and (whole or place not in taken):
                     yield [*placements[:number], place, *placements[number + 1:]]
 
 
-def _compared(plan: Plan, other: Plan) -> str:
+def _compared(plan: Plan, other: Plan, options: Mapping[str, Any]) -> str:
+    count = microbatches_of(other.step_graphs[0])
+    if count != options.get("microbatches", 1):
+        return f"impossible, the rows of a device go through {count} microbatches"
     before, after = plan.predicted.step_time_us, other.predicted.step_time_us
     peak = other.memory.peak - plan.memory.peak
     memory = f", {format_bytes(abs(peak))} {'more' if peak > 0 else 'less'} at the peak" if peak else ", the same peak"

@@ -26,7 +26,8 @@ def explain(
         metavar="PLAN.json|FORMULAS.json|TARGET",
         help="A plan that `hpml plan --save` wrote, formulas that --save wrote, or FILE.py:FUNCTION as for `hpml plan`.")],
     name: Annotated[str | None, typer.Argument(
-        help="A parameter, as model.layers.0.weight, or a node of the graph; with --grow or --what-if also a block.")] = None,
+        help="A parameter, as model.layers.0.weight, a node of the graph, stages, microbatches or schedule; with --grow or "
+             "--what-if also a block.")] = None,
     grow: Annotated[bool, typer.Option("--grow", help="Show cost formulas over batch, sequence and axis sizes.")] = False,
     what_if: Annotated[
         list[str] | None,
@@ -44,15 +45,15 @@ def explain(
     save: Annotated[Path | None, typer.Option(help="Write the formulas to this JSON file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw which device has which part of NAME into this file (.svg).")] = None,
     alternatives: Annotated[bool, typer.Option(
-        "--alternatives", help="For a parameter of a TARGET: plan again with it stored otherwise, and show the cost.")] = False,
+        "--alternatives", help="For a parameter, stages, microbatches or schedule of a TARGET: plan with another.")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Show the contents of a device's memory at its peak.")] = False,
 ) -> None:
     """Explain the placement and cost of NAME; or show cost formulas; or the memory peak."""
     check_writable(save, "the formulas")
     _check_svg(svg, name)
     if alternatives and (name is None or target.endswith(".json")):
-        raise BadInput("alternatives are solved for one parameter of a model", "--alternatives",
-                       "give FILE.py:FUNCTION and the name of a parameter")
+        raise BadInput("alternatives are solved for one decision about a model", "--alternatives",
+                       "give FILE.py:FUNCTION and the name of a parameter, stages, microbatches or schedule")
     if memory and (name is not None or grow or what_if or save):
         raise BadInput("--memory explains a whole plan", "explain", "leave out NAME, --grow, --what-if and --save")
     formulas_wanted = bool(grow or what_if or save)
@@ -141,9 +142,8 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
     if name is not None and alternatives:
         from hpml_compiler.commands._alternatives import alternatives_text
 
-        def replan(edited: Plan) -> Plan:
-            others = {key: value for key, value in rest.items() if key not in ("mesh", "mesh_order", "zero")}
-            again = api.plan(model, batch, cluster=place, **{**others, "plan": edited})
+        def replan(**changed: Any) -> Plan:
+            again = api.plan(model, batch, cluster=place, **{**rest, **changed})
             assert isinstance(again, Plan), "one kind of devices was planned for"
             return again
 

@@ -86,7 +86,7 @@ def _on_one_device(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement |
     options, outputs, loop = step.options, step.outputs, None
     if not ranks.running:
         _checkpointing_of(options.load_plan(), step)
-    pinned = given_checkpointing(options, lambda: step.annotated.hash()) if strict else None
+    pinned = given_checkpointing(options, lambda: step.graph_hash) if strict else None
     if times is None:
         find = partial(checkpoint_single_device, step.joint(), outputs, sharing, step.cluster, pinned, step.folded)
     else:
@@ -187,7 +187,7 @@ def _warn_unmatched(step: StepProblem) -> None:
 
 def _repeats_of(given: Plan | None, step: StepProblem) -> LoopGathers | None:
     """Collectives of parameters that each microbatch repeats in the given plan."""
-    graph = None if given is None else next((each for each in given.graphs if each.graph_hash == step.annotated.hash()), None)
+    graph = None if given is None else next((each for each in given.graphs if each.graph_hash == step.graph_hash), None)
     return None if graph is None else repeats_in(graph.microbatches, step.annotated.interface.names)
 
 
@@ -195,7 +195,7 @@ def _checkpointing_of(given: Plan | None, step: StepProblem) -> CheckpointingPla
     """Checkpointing of the given plan. Raises PlanMismatch where that is not a plan of this graph."""
     if given is None or not step.annotated.interface.training:
         return None
-    return given.check(step.annotated.hash(), torch.__version__, step.cluster.world_size).kept
+    return given.check(step.graph_hash, torch.__version__, step.cluster.world_size).kept
 
 
 class OfflineRanks:

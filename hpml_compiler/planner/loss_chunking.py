@@ -20,6 +20,7 @@ from passes.transforms.shard.redistributor import MeshGroups
 def loss_chunking(step: StepProblem, decided: DecidedStep, notes: Sequence[LossChunking]) -> LossChunking | None:
     """The chunks of the loss; None if that is unknown. notes: made while the step was decided. Where its graph was not
     rewritten, a copy is, as on the first rank."""
+    step = decided.step or step  # its graph is another where microbatches were refused
     options, decision, planned = step.options, decided.decision, decided.planned
     if notes:
         return notes[-1]

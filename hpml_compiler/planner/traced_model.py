@@ -24,6 +24,7 @@ from hpml_compiler.planner.graph.few_layer_trace import (
 from hpml_compiler.planner.graph.microbatching import joint_of_loss
 from hpml_compiler.planner.step_decision import decomposes_loss, defers_outputs
 from hpml_compiler.planner.traced_passes import change_traced
+from hpml_compiler.plans.from_decision.graph_record import SHORTENED
 from passes.analyses.microbatch_dims import fitting_microbatches
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_copy import copy_graph
@@ -87,7 +88,9 @@ class TracedModel:
         """Four layers of a deep model, and their relation to it; None if that is not worth it."""
         layers = depth(self.model)
         by_layer = any(pattern != "*" for pattern in self.options.recompute)
-        if layers is None or self.options.trace_all_layers or self.options.plan is not None or by_layer:
+        given = self.options.load_plan()
+        whole = given is not None and not all(graph.graph_hash.startswith(SHORTENED) for graph in given.graphs)
+        if layers is None or self.options.trace_all_layers or whole or by_layer:
             return None
         long = self._cut(LONG)
         if long is None:

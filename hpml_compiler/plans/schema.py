@@ -214,12 +214,12 @@ class GraphPlan(Record):
 
     `parameters` lists every parameter of the model, also of layers whose operations are not listed.
 
-    `multiplicity[class_id]`: how many times in the whole model each *listed* operation of that class runs: 1 (or no
-    entry) where every layer's nodes are listed, 32 where one layer is listed for 32. So the time of a step is
-    the sum of `predicted_us * multiplicity` over the listed operations, and likewise over redistributions.
-
+    `multiplicity[class_id]`: how many times in the whole model each *listed* operation of that class runs: 1 (or no entry)
+    where every layer's nodes are listed, 32 where one layer is listed for 32. So the time of a step is the sum of
+    `predicted_us * multiplicity` over the listed operations, and likewise over redistributions.
     `tangents`: bytes of the gradients that backward receives, one for each differentiable output; autograd passes zeros for
     outputs that the loss does not depend on.
+    `outputs`: operations whose results, besides the loss, are returned sharded, and their placements.
     `rows`: batch size (dim 0) where the batch's tensors agree on it; None if they do not or it is unknown.
     `frame`: the code that the graph was compiled from, "" if it is unknown; recompiled graphs have the same frame.
     `kept`: activation checkpointing, where it was decided under a memory budget; else None.
@@ -229,7 +229,6 @@ class GraphPlan(Record):
 
     `at_peak`: the memory peak of a step of this graph alone, of `memory.peak` bytes; None before it is computed, and in plans
     that are written by hand.
-
     `blocks`: regional compilation of forward and backward, where blocks are compiled once. With microbatches they are those of
     one microbatch; with stages the keys are "stage 0 forward", "stage 0 backward" and, where backward is split, "stage 0
     weights".
@@ -249,6 +248,7 @@ class GraphPlan(Record):
     seconds: dict[str, Annotated[float, Field(ge=0.0)]]
     multiplicity: dict[ClassId, Annotated[int, Field(ge=1)]]
     decisions: dict[str, DecisionRecord] = Field(default_factory=dict)
+    outputs: dict[str, Placements] = Field(default_factory=dict)
     tangents: dict[str, Count] = Field(default_factory=dict)
     rows: Annotated[int, Field(ge=0)] | None = None
     frame: str = ""
@@ -282,8 +282,8 @@ class GraphPlan(Record):
     def _all_placements(self) -> Iterable[tuple[str, Placements]]:
         yield from ((f"parameter {name!r}", each) for name, parameter in self.parameters.items()
                     for each in (parameter.placements, parameter.held))
-        for name, operation in self.operations.items():
-            yield from ((f"operation {name!r}", each) for each in (*operation.inputs, *operation.outputs))
+        for name, made in self.operations.items():
+            yield from ((f"operation {name!r}", each) for each in (*made.inputs, *made.outputs, self.outputs.get(name, ())))
         for move in self.redistributions:
             yield from ((f"redistribution of {move.value!r}", each) for each in (move.source, move.target))
 

@@ -12,6 +12,7 @@ from hpml_compiler.visualize.description.module_classes import block_path, modul
 from hpml_compiler.visualize.description.placement_words import parameter_words, uses_of, value_words, words_text
 from hpml_compiler.visualize.formatting import describe_placements, format_bytes, format_mesh, format_placements, format_us
 from hpml_compiler.visualize.grid_views import grid_lines, grid_svg, split_name
+from hpml_compiler.visualize.step_explanation import STEP_DECISIONS, explain_step
 from passes.errors import BadInput
 from passes.op_rules.dim_texts import parse_dims
 
@@ -19,7 +20,8 @@ MOST_USERS = 8
 
 
 def explain(plan: PlanContent, name: str) -> str:
-    """Explain the node or parameter `name` in every graph that has it. Raises BadInput with the closest names."""
+    """Explain the node or parameter `name` in every graph that has it, or one of STEP_DECISIONS. Raises BadInput with the
+    closest names."""
     parts = []
     for graph in plan.graphs:
         lines: list[str] = []
@@ -31,6 +33,8 @@ def explain(plan: PlanContent, name: str) -> str:
             lines += _loss(graph, name)
             heading = f"{name} in {graph.name}, mesh {format_mesh(graph.mesh)}"
             parts.append("\n".join([heading, *(f"  {line}" for line in [*lines, *_around(graph, name)])]))
+    if not parts and name in STEP_DECISIONS and plan.step_graphs:
+        return explain_step(plan, name)
     if not parts:
         raise _unknown(plan, name)
     return "\n\n".join(parts)

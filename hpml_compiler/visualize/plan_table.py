@@ -38,8 +38,9 @@ from passes.graph.placement_graph import block_class
 MOST_ROWS = 40
 MOST_WORDS = 3  # for one axis of a module
 MOST_NAMES = 3  # of replicated nodes, and of other meshes
-WIDE, WIDEST = 110, 170
-"""Columns from which a table shows communication by axis, and all it knows."""
+NARROW, WIDE, WIDEST = 78, 110, 170
+"""Columns below which a table of stages leaves out runs and weights; from which it shows communication by axis, and all that it
+knows."""
 
 
 def render_text(plan: PlanContent, width: int | None = None) -> str:
@@ -127,8 +128,10 @@ def _modules(step: StepSummary, width: int) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     if step.stages:
         table.add_column("stage", justify="right", no_wrap=True)
+    narrow = bool(step.stages) and width < NARROW
     table.add_column("module", no_wrap=True)
-    table.add_column("runs", justify="right", no_wrap=True)
+    if not narrow:
+        table.add_column("runs", justify="right", no_wrap=True)
     table.add_column("sharding", overflow="fold", ratio=1, min_width=12)
     table.add_column("compute", justify="right", no_wrap=True)
     for axis in axes if by_axis else ("",):
@@ -137,24 +140,26 @@ def _modules(step: StepSummary, width: int) -> Table:
         table.add_column("saved", justify="right", no_wrap=True)
     if width >= WIDEST:
         table.add_column("parameters", justify="right", no_wrap=True)
-    table.add_column("weights", justify="right", no_wrap=True)
-    longest = max(width // 4, 18)
+    if not narrow:
+        table.add_column("weights", justify="right", no_wrap=True)
+    longest = max(width // 4, 18) if width >= WIDE or not step.stages else width // 5
     for each in shown:
         sent = [_us(each.communication[axis].us if axis in each.communication else 0.0) for axis in axes] if by_axis else [
             _us(each.communication_us)]
         table.add_row(*map(Text, (
-            *([str(each.stage)] if step.stages else []), shorten(each.name, longest), f"x{each.count}",
+            *([str(each.stage)] if step.stages else []), shorten(each.name, longest), *([] if narrow else [f"x{each.count}"]),
             sharding_text(each.sharding, MOST_WORDS if width < WIDE else 6), _us(each.compute_us), *sent,
             *([_bytes(each.saved_bytes)] if width >= WIDE else []),
             *([format_count(each.parameter_count) if each.parameter_count else ""] if width >= WIDEST else []),
-            _bytes(each.parameter_bytes))))
+            *([] if narrow else [_bytes(each.parameter_bytes)]))))
     if len(shown) < len(step.modules):
         rest = [each for each in step.modules if each not in shown]
         table.add_row(*map(Text, (
-            *([""] if step.stages else []), f"{len(rest)} cheaper modules", "", "", _us(sum(each.compute_us for each in rest)),
+            *([""] if step.stages else []), f"{len(rest)} cheaper modules", *([] if narrow else [""]), "",
+            _us(sum(each.compute_us for each in rest)),
             *([""] * len(axes) if by_axis else [_us(sum(each.communication_us for each in rest))]),
             *([_bytes(sum(each.saved_bytes for each in rest))] if width >= WIDE else []),
-            *([""] if width >= WIDEST else []), _bytes(sum(each.parameter_bytes for each in rest)))))
+            *([""] if width >= WIDEST else []), *([] if narrow else [_bytes(sum(each.parameter_bytes for each in rest))]))))
     return table
 
 

@@ -9,7 +9,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph import measured_costs
 from hpml_compiler.planner.graph.same_structure import Pins, SavedDecisions, decisions_of, reused_status
-from hpml_compiler.plans.from_decision.graph_record import graph_plan
+from hpml_compiler.plans.from_decision.graph_record import SHORTENED, graph_plan
 from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import MeshAttempt
 from passes.annotations import drop, read
@@ -37,7 +37,7 @@ def solver_options(options: Options) -> SolverOptions:
 
 def zero_of(options: Options, obeys: bool) -> ZeroRules:
     """How parameters may be stored and gathered. Unsharded parameters stay in memory with zero=1 or 2; with "auto" they may
-    under a memory budget, or if the options have a plan to apply (obeys)."""
+    under a memory budget, or if the plan to apply has such parameters (obeys)."""
     if options.zero == "auto":
         return ZeroRules(None, holds=obeys or options.memory_budget is not None)
     level = 2 if options.zero == 1 else options.zero
@@ -67,7 +67,7 @@ def plan_graph(
     conditions = SearchConfig(
         capped, options.objective, budget_bytes, options.optimizer_states,
         measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
-        solver=solver_options(options), zero=zero_of(options, given is not None or options.plan is not None),
+        solver=solver_options(options), zero=zero_of(options, _holds(given or options.load_plan())),
         rows=rows, shorter=shorter, further=further, lifetimes=lifetimes, resident_states=options.resident_states,
         memos=memos, allowance=allowance or WorkLimit(options.time_limit),
     )
@@ -87,7 +87,7 @@ def plan_graph(
     mesh = fixed_mesh or options.mesh
     if not mesh and (obeyed := given or options.load_plan()) is not None:
         mesh = obeyed.mesh
-    return planned(mesh, _pins(given, annotated))
+    return planned(mesh, _pins(given, annotated, shorter is not None))
 
 
 def _as_like(like: SavedDecisions, planned: PlanResult) -> PlanResult:
@@ -123,10 +123,14 @@ def _result(annotated: AnalyzedGraph, conditions: SearchConfig, name: str) -> Pl
                       str(conditions.cluster))
 
 
-def _pins(given: Plan | None, annotated: AnalyzedGraph) -> Pins | None:
+def _holds(given: Plan | None) -> bool:
+    return given is not None and any(each.held for graph in given.graphs for each in graph.parameters.values())
+
+
+def _pins(given: Plan | None, annotated: AnalyzedGraph, shortened: bool) -> Pins | None:
     if given is None:
         return None
-    digest = annotated.hash()
+    digest = (SHORTENED if shortened else "") + annotated.hash()
     for graph in given.graphs:
         if graph.graph_hash == digest:
             return decisions_of(graph)

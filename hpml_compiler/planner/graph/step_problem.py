@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.memory_budget import StepContext
+from hpml_compiler.plans.from_decision.graph_record import SHORTENED
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_copy import copy_graph
 from passes.hardware.cluster import Cluster
@@ -56,6 +57,11 @@ class StepProblem:
     @cached_property
     def annotated(self) -> AnalyzedGraph:
         return self.analyze()
+
+    @property
+    def graph_hash(self) -> str:
+        """Hash of the graph in its plan."""
+        return ("" if self.folded is None else SHORTENED) + self.annotated.hash()
 
     @property
     def outputs(self) -> int:

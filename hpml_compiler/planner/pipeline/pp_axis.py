@@ -97,4 +97,5 @@ def over_all_axes(record: GraphPlan, mesh: Mapping[str, int]) -> GraphPlan:
     moves = tuple(each.model_copy(update={"source": all_of(each.source), "target": all_of(each.target)})
                   for each in record.redistributions)
     return record.model_copy(update={
-        "mesh": dict(mesh), "parameters": parameters, "operations": operations, "redistributions": moves})
+        "mesh": dict(mesh), "outputs": {name: all_of(each) for name, each in record.outputs.items()},
+        "parameters": parameters, "operations": operations, "redistributions": moves})

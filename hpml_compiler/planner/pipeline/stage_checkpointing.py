@@ -103,7 +103,7 @@ def given_stages(step: StepProblem) -> GraphPlan | None:
     """The plan of this graph that the options give, before the graph is changed; none for a step that is compiled again. Raises
     PlanMismatch."""
     given = None if step.traced is None else step.options.load_plan()
-    return given and given.check(step.annotated.hash(), torch.__version__, step.cluster.world_size)
+    return given and given.check(step.graph_hash, torch.__version__, step.cluster.world_size)
 
 
 def stage_bytes(step: StagedStep, stage: int, joint: GraphModule) -> StageBytes:

@@ -29,6 +29,7 @@ from passes.hardware.mesh import Mesh
 from passes.op_rules.base import format_placement
 from passes.sharding.dim_roles import DimRoles, dim_roles
 from passes.sharding.formulation.decision_decoder import pins
+from passes.sharding.graph_boundary import left_sharded
 from passes.sharding.oracle.comm_attribution import readers_of
 from passes.sharding.oracle.cost_check import boundary
 from passes.sharding.pricing.decision_terms import LocalSizes, group_kernels, hop_term, reduction_messages
@@ -48,8 +49,8 @@ def graph_plan(annotated: AnalyzedGraph, mesh: Mesh, answer: MeshPlacement, *, n
                ) -> GraphPlan:
     """The `GraphPlan` of a solution, whose `cost` is in µs whatever the `objective` was. `energy_j`: energy of its kernels and
     collectives on all devices; idle energy during the call overhead is added here. `shortened`: the graph has fewer layers than
-    the model, so one operation per class is listed with its multiplicity in the model, and the plan cannot be passed back
-    (its hash has the prefix `SHORTENED`)."""
+    the model, so one operation per class is listed with its multiplicity in the model, and the plan can be passed back to the
+    planner, but not to a run (its hash has the prefix `SHORTENED`)."""
     graph, cost, solution = annotated.graph, answer.cost, answer.solution
     overhead_us = prices.overhead_us * (2 if annotated.interface.training else 1)
     if energy_j is not None:
@@ -94,7 +95,14 @@ def graph_plan(annotated: AnalyzedGraph, mesh: Mesh, answer: MeshPlacement, *, n
         tangents={graph.values[v].name: round(local_bytes(graph.values[v], layout, answer.decision.axes))
                   for v, layout in answer.decision.inputs.items() if graph.values[v].kind == "tangent"},
         rows=_rows(graph),
+        outputs=_outputs(annotated, answer, listed),
     )
+
+
+def _outputs(annotated: AnalyzedGraph, answer: MeshPlacement, listed: UserNames) -> dict[str, tuple[str, ...]]:
+    """Results besides the loss that are returned sharded."""
+    return {listed.values[annotated.graph.outputs[each.number][0]]: placements(layout)
+            for each, layout in left_sharded(annotated, answer.decision)}
 
 
 def _rows(graph: PlacementGraph) -> int | None:

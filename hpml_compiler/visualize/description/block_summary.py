@@ -9,6 +9,7 @@ from hpml_compiler.plans.schema import GraphPlan, OperationPlan, Redistribution
 from hpml_compiler.visualize.description.module_classes import ModuleClass, block_path
 from hpml_compiler.visualize.description.module_summaries import decided
 from hpml_compiler.visualize.description.placement_words import HEAVY_KINDS, Words, parameter_words, uses_of, value_words
+from hpml_compiler.visualize.description.saved_values import makers_of, saved_bytes, saved_in, short_name
 
 HEAVY, CHEAP, COLLECTIVE, OUTSIDE = "heavy", "cheap", "collective", "outside"
 MOST_STEPS = 300
@@ -39,8 +40,9 @@ class BlockStep:
 
 @dataclass
 class BlockSummary:
-    """The steps of a block by identifier, in order, and its edges. merged: how many operators are in merged steps; left_out:
-    steps that are not shown, the cheapest."""
+    """The steps of a block by identifier, in order, and its edges. path: the block that stands for equal ones; merged: how many
+    operators are in merged steps; left_out: steps that are not shown, the cheapest. saved_bytes, offloaded_bytes: of one
+    microbatch, values that are in no step included."""
 
     name: str
     microbatches: int
@@ -48,20 +50,25 @@ class BlockSummary:
     edges: dict[tuple[str, str], None]
     merged: int
     left_out: int = 0
+    path: str = ""
+    saved_bytes: int = 0
+    offloaded_bytes: int = 0
 
 
 def block_summary(graph: GraphPlan, each: ModuleClass, backward: bool = False) -> BlockSummary:
     """The block that stands for a class of equal ones."""
     built = _BlockBuilder(graph, each, backward)
     built.build()
+    built.remember()
     summary = BlockSummary(each.name, built.microbatches, built.steps, built.edges,
-                           sum(len(step.operators) for step in built.steps.values() if step.kind == CHEAP))
+                           sum(len(step.operators) for step in built.steps.values() if step.kind == CHEAP),
+                           path=each.blocks[0].path, saved_bytes=built.saved_bytes, offloaded_bytes=built.offloaded_bytes)
     return _smaller(_without_reshapes(summary))
 
 
 class _BlockBuilder:
     def __init__(self, graph: GraphPlan, each: ModuleClass, backward: bool):
-        self.graph, self.stage = graph, each.stage
+        self.graph, self.each = graph, each
         self.operations = {name: operation for name, operation in each.blocks[0].operations.items()
                            if backward or not operation.backward}
         times = graph.microbatches
@@ -79,6 +86,7 @@ class _BlockBuilder:
         self.sizes: dict[str, int] = {}
         self.home: dict[str, str] = {}
         self.kept = decided(graph, each.stage)
+        self.saved_bytes = self.offloaded_bytes = 0
 
     def _weights(self) -> dict[str, str]:
         """Parameter by the name of each value that is made of it alone, by cheap operators."""
@@ -126,7 +134,7 @@ class _BlockBuilder:
                 self._collectives(self.home[value], "", moves)
 
     def _add(self, name: str, operation: OperationPlan, heavy: bool) -> None:
-        short = operation.op.split(".")[1] if operation.op.count(".") > 1 else operation.op.split(".")[-1]
+        short = short_name(operation)
         identifier = self.home[name]
         step = self.steps.get(identifier)
         words = value_words(operation.outputs[0], operation.dims[0] if operation.dims else "", self.graph.mesh) \
@@ -147,19 +155,31 @@ class _BlockBuilder:
                 step.weight_words = parameter_words(self.graph, weight, self.uses)
         elif short not in names:
             step.title = ", ".join([*names, short])
-        self._remembered(name, operation, step)
+        step.recomputed = step.recomputed or self.kept is not None and name in self.kept.again
 
-    def _remembered(self, name: str, operation: OperationPlan, step: BlockStep) -> None:
-        """Saved, recomputed and offloaded values."""
+    def remember(self) -> None:
+        """Add what each step saves and offloads."""
+        path = self.each.blocks[0].path
         if self.kept is None:
-            if operation.kind != "view":
-                step.saved_bytes += sum(size for size, saved in zip(operation.result_bytes, operation.saved) if saved)
+            saved = {name: nbytes for name, nbytes in saved_bytes(self.graph).items() if name in self.operations}
+            for name, nbytes in saved.items():
+                if name in self.home:
+                    self.steps[self.home[name]].saved_bytes += nbytes
+            self.saved_bytes = sum(saved.values())
             return
-        if name in self.kept.saved:
-            step.saved_bytes += self.kept.saved[name].bytes
-        if name in self.kept.offloaded:
-            step.offloaded_bytes += self.kept.offloaded[name].bytes
-        step.recomputed = step.recomputed or name in self.kept.again
+        own = [saved_in(values, path) for values in (self.kept.saved, self.kept.offloaded)]
+        self.saved_bytes, self.offloaded_bytes = (sum(value.bytes for value in values.values()) for values in own)
+        made = {name: (operation, tuple(round(size / self.microbatches) for size in operation.result_bytes))
+                for name, operation in self.operations.items() if name in self.home and not operation.backward}
+        makers = makers_of({**own[0], **own[1]}, made)
+        gathered = {round(step.bytes): step for step in self.steps.values() if step.kind == COLLECTIVE and not step.backward}
+        for is_saved, values in zip((True, False), own):
+            for name, value in values.items():
+                maker = makers.get(name)
+                step = self.steps[self.home[maker]] if maker else gathered.get(value.bytes)
+                if step is not None:
+                    step.saved_bytes += is_saved * value.bytes
+                    step.offloaded_bytes += (not is_saved) * value.bytes
 
     def _weight_title(self, name: str) -> str:
         path = block_path(name.rpartition(".")[0])
@@ -220,7 +240,7 @@ class _BlockBuilder:
                     COLLECTIVE, hop.collective + what, axis=hop.axis,
                     us=hop.predicted_us / parts, bytes=hop.bytes / parts,
                     backward=tail in self.steps and self.steps[tail].backward)
-            if last:
+            if last not in ("", identifier) and (identifier, last) not in self.edges:
                 self.edges[last, identifier] = None
             last = identifier
         if last and head and last != head:

@@ -2,18 +2,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.peak_memory import fullest_moment, stage_moments
 from hpml_compiler.plans.pipeline_records import LossChunksPlan, PipelinePlan, StagePlan
-from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.plans.schema import ROOT, GraphPlan
 from hpml_compiler.plans.unsplit_graph import why_not_split
-from hpml_compiler.visualize.description.module_classes import module_classes
+from hpml_compiler.visualize.description.module_classes import block_path, module_classes
 from hpml_compiler.visualize.description.module_summaries import axis_totals, edge_summaries, module_summary, scaled
 from hpml_compiler.visualize.description.peak_places import describe_moment, memory_limit
-from hpml_compiler.visualize.description.placement_words import uses_of
+from hpml_compiler.visualize.description.placement_words import uses_of, value_words
 from hpml_compiler.visualize.description.records import (
     COMMUNICATION,
     COMPUTE,
@@ -25,10 +25,12 @@ from hpml_compiler.visualize.description.records import (
     CommunicationSummary,
     MessageSummary,
     ModuleSummary,
+    OutputSummary,
     PlanDescription,
     StageSummary,
     StepSummary,
 )
+from hpml_compiler.visualize.description.saved_values import saved_bytes
 from passes.graph.decision import LossChunking
 
 PP_AXIS = "pp"
@@ -51,7 +53,8 @@ def describe_step(graph: GraphPlan) -> StepSummary:
     cost, pipe = graph.predicted, graph.pipeline
     classes = module_classes(graph)
     uses = uses_of(graph)
-    modules = [module_summary(graph, each, uses) for each in classes]
+    saved_by = saved_bytes(graph)
+    modules = [module_summary(graph, each, uses, saved_by) for each in classes]
     stages = () if pipe is None else _stages(graph, pipe)
     if pipe is None:
         parts = {COMPUTE: cost.compute_us, COMMUNICATION: cost.communication_us, RECOMPUTE: cost.again_us,
@@ -70,9 +73,18 @@ def describe_step(graph: GraphPlan) -> StepSummary:
         memory=dict(graph.at_peak.parts) if graph.at_peak else {}, at=describe_moment(graph.at_peak) if graph.at_peak else "",
         microbatches=pipe.microbatches if pipe else times.count if times else 1, schedule=pipe.schedule if pipe else "",
         bubble=pipe.bubble if pipe else 0.0, modules=tuple(modules), stages=stages,
-        edges=tuple(edge_summaries(graph, classes)),
+        edges=tuple(edge_summaries(graph, classes, {} if graph.kept else saved_by)),
         replicated={each.name: each.reason for each in graph.left_whole}, not_split=why_not_split(graph),
-        loss=loss_words(graph.loss_chunks))
+        loss=loss_words(graph.loss_chunks), outputs=tuple(_outputs(graph)))
+
+
+def _outputs(graph: GraphPlan) -> Iterator[OutputSummary]:
+    for name, placements in graph.outputs.items():
+        operation = graph.operations.get(name)
+        if operation is not None:
+            dims = operation.dims[0] if operation.dims else ""
+            yield OutputSummary(name, block_path(operation.block) or ROOT, dims, value_words(placements, dims, graph.mesh),
+                                sum(operation.result_bytes[:1]))
 
 
 def _axes(plan: PlanContent, steps: Sequence[StepSummary]) -> tuple[AxisSummary, ...]:

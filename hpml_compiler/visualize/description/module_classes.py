@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hpml_compiler.plans.pipeline_records import StagePlan
 from hpml_compiler.plans.schema import ROOT, GraphPlan, OperationPlan, ParameterPlan, Redistribution
-from hpml_compiler.visualize.description.root_pieces import root_pieces
+from hpml_compiler.visualize.description.module_pieces import AFTER, BEFORE, module_pieces, read_by
 from passes.graph.placement_graph import block_class
 
 
@@ -115,8 +115,19 @@ def _families(graph: GraphPlan) -> list[list[PlanBlock]]:
     """Equal modules, each family in order with those that list operations first."""
     families: dict[Hashable, list[PlanBlock]] = defaultdict(list)
     blocks, listed_once = _blocks(graph), bool(graph.multiplicity)
-    for block in blocks:
-        families[block_class(block.path), _parameters_of(block), None if listed_once else _forward_of(block)].append(block)
+    keys: dict[str, Hashable] = {}
+    for block in reversed(blocks):  # a piece of an outer module is equal to another one if the modules that read them are
+        read = read_by(block.path, keys)
+        keys[block.path] = (block_class(block.path), _parameters_of(block), None if listed_once else _forward_of(block),
+                            keys.get(read) if read else None)
+    last: Hashable = None
+    for number, block in enumerate(blocks):
+        key = keys[block.path]
+        apart = not (block.parameters or listed_once or read_by(block.path, keys))  # others may run in between, and read these
+        if apart and last != key and key in families:
+            key = (*key, number)  # pyright: ignore[reportGeneralTypeIssues]
+        families[key].append(block)
+        last = keys[block.path] if apart else None
     if not listed_once:  # modules without operations are those of layers that another one stands for
         with_operations = {key[:2]: key for key in families if key[2]}  # pyright: ignore[reportIndexIssue]
         for key in [key for key in families if not key[2] and key[:2] in with_operations]:  # pyright: ignore[reportIndexIssue]
@@ -132,11 +143,18 @@ def _blocks(graph: GraphPlan) -> list[PlanBlock]:
     parameters: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
     moves: dict[str, list[Redistribution]] = defaultdict(list)
     homes = {name: block_path(operation.block) for name, operation in graph.operations.items()}
-    homes |= root_pieces(graph, homes)
+    homes |= module_pieces(graph, homes)
     for name, operation in graph.operations.items():
         operations[homes[name]][name] = operation
+    first_reader = {source: name for name, each in reversed(graph.operations.items()) for source in each.sources}
+    unread: dict[str, str] = {}  # modules without operations of their own, and the first module that reads their parameters
     for name, parameter in graph.parameters.items():
-        parameters[block_path(owner_path(name))][name] = parameter
+        path, reader = block_path(owner_path(name)), homes.get(first_reader.get(name, ""), "")
+        if reader.startswith((f"{path}{BEFORE}", f"{path}{AFTER}")):
+            path = reader
+        elif path not in operations and reader:
+            unread.setdefault(path, reader)
+        parameters[path][name] = parameter
     for move in graph.redistributions:
         owner = next((name for name in (move.consumer, move.value) if name in homes), None)
         moves[block_path(module_of(graph, move)) if owner is None else homes[owner]].append(move)
@@ -148,6 +166,9 @@ def _blocks(graph: GraphPlan) -> list[PlanBlock]:
     if "" in run:
         last = len(run) - 1 - run[::-1].index("")
         paths.insert(len({path for path in run[:last] if path}), "")
+    for path, reader in unread.items():
+        if reader in paths:
+            paths.insert(paths.index(reader), path)
     return [PlanBlock(path, parameters[path], operations[path], tuple(moves[path]))
             for path in dict.fromkeys([*paths, *operations, *parameters, *moves])]
 

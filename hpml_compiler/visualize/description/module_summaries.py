@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.record_fields import Placements
-from hpml_compiler.plans.schema import GraphPlan, Redistribution
+from hpml_compiler.plans.schema import ROOT, GraphPlan, Redistribution
 from hpml_compiler.visualize.description.module_classes import ModuleClass, block_path
 from hpml_compiler.visualize.description.placement_words import parameter_words, value_words
 from hpml_compiler.visualize.description.records import (
@@ -23,19 +23,28 @@ from passes.graph.placement_graph import block_class
 Moves = Iterable[tuple[Redistribution, float]]
 
 
-def module_summary(graph: GraphPlan, each: ModuleClass, uses: Mapping[str, Placements]) -> ModuleSummary:
-    """uses: of parameters; see `uses_of`."""
+def module_summary(graph: GraphPlan, each: ModuleClass, uses: Mapping[str, Placements],
+                   saved_by: Mapping[str, int] | None = None) -> ModuleSummary:
+    """uses: of parameters; see `uses_of`. saved_by: see `saved_bytes`."""
     first, parameters = each.blocks[0], each.parameters
     shown = tuple(_parameter(graph, name, first.path, uses) for name in first.parameters)
     compute_us = sum(graph.operations[name].predicted_us * runs for name, runs in each.runs.items())
-    saved, recompute_us, offloaded = _checkpointing(graph, each)
+    saved, recompute_us, offloaded = _checkpointing(graph, each, saved_by or {})
     return ModuleSummary(
         name=each.name, path=first.path, count=each.count, stage=each.stage, sharding=_sharding(graph, each, shown),
         parameters=tuple(sorted(shown, key=lambda p: -p.bytes_whole)),
         parameter_count=sum(math.prod(p.shape) for p in parameters.values()),
         parameter_bytes=sum(p.bytes_per_device for p in parameters.values()),
         compute_us=compute_us, communication=communication(each.moves),
-        saved_bytes=saved, recompute_us=recompute_us, offloaded_bytes=offloaded)
+        saved_bytes=saved, recompute_us=recompute_us, offloaded_bytes=offloaded, read_by=_readers(graph, each))
+
+
+def _readers(graph: GraphPlan, each: ModuleClass) -> tuple[str, ...]:
+    """Modules that read the parameters of a module without operations of its own."""
+    own = set(each.parameters)
+    readers = (operation.block for operation in graph.operations.values()
+               if not operation.backward and not own.isdisjoint(operation.sources))
+    return () if each.runs else tuple(dict.fromkeys(block_path(block) or ROOT for block in readers))
 
 
 def scaled(modules: Sequence[ModuleSummary], compute_us: float, communication_us: float) -> list[ModuleSummary]:
@@ -99,16 +108,11 @@ def decided(graph: GraphPlan, stage: int | None) -> CheckpointingPlan | None:
     return graph.kept if stage is None or graph.pipeline is None else graph.pipeline.stages[stage].kept
 
 
-def _checkpointing(graph: GraphPlan, each: ModuleClass) -> tuple[int, float, int]:
+def _checkpointing(graph: GraphPlan, each: ModuleClass, saved_by: Mapping[str, int]) -> tuple[int, float, int]:
     """Saved bytes, µs of recomputation and of copies to the host, and offloaded bytes."""
     kept = decided(graph, each.stage)
     if kept is None:
-        saved = 0
-        for name, runs in each.runs.items():
-            operation = graph.operations[name]
-            if operation.kind != "view":
-                saved += runs * sum(size for size, is_saved in zip(operation.result_bytes, operation.saved) if is_saved)
-        return saved, 0.0, 0
+        return sum(runs * saved_by.get(name, 0) for name, runs in each.runs.items()), 0.0, 0
     own = {block_class(block.path) for block in each.blocks}
 
     def here(block: str) -> bool:
@@ -120,9 +124,9 @@ def _checkpointing(graph: GraphPlan, each: ModuleClass) -> tuple[int, float, int
     return saved, recompute_us, sum(value.bytes * value.layers for value in kept.offloaded.values() if here(value.block))
 
 
-def edge_summaries(graph: GraphPlan, classes: Sequence[ModuleClass]) -> list[EdgeSummary]:
+def edge_summaries(graph: GraphPlan, classes: Sequence[ModuleClass], saved_by: Mapping[str, int]) -> list[EdgeSummary]:
     """Values that each module reads from others in forward: the largest of each pair, with its collectives. Modules that do
-    no work, such as a dropout that is off, are passed through."""
+    no work and save nothing, such as a dropout that is off, are passed through."""
     homes: dict[tuple[int | None, str], int] = {}
     for number, each in enumerate(classes):
         homes |= {(each.stage, name): number for name in each.runs}
@@ -130,7 +134,7 @@ def edge_summaries(graph: GraphPlan, classes: Sequence[ModuleClass]) -> list[Edg
     for move in graph.redistributions:
         moves[move.value, move.consumer].append(move)
     idle = {number for number, each in enumerate(classes) if not each.parameters and not any(
-        graph.operations[name].predicted_us for name in each.runs)}
+        graph.operations[name].predicted_us or saved_by.get(name) for name in each.runs)}
     largest: dict[tuple[int, int], tuple[int, str, list[Redistribution]]] = {}
     for (stage, name), head in homes.items():
         operation = graph.operations[name]
@@ -142,7 +146,19 @@ def edge_summaries(graph: GraphPlan, classes: Sequence[ModuleClass]) -> list[Edg
             old = largest.get((tail, head))
             hops = (old[2] if old else []) + moves[source, name]
             largest[tail, head] = (nbytes, source, hops) if old is None or nbytes > old[0] else (*old[:2], hops)
-    return [_edge(graph, tail, head, value, hops) for (tail, head), (_, value, hops) in largest.items()]
+    trained = _with_gradients(graph)
+    return [_edge(graph, tail, head, value, hops, value in trained) for (tail, head), (_, value, hops) in largest.items()]
+
+
+def _with_gradients(graph: GraphPlan) -> set[str]:
+    """Forward values that have gradients: those made of trainable parameters through operators on floating-point numbers."""
+    if not any(each.backward for each in graph.operations.values()):
+        return set()
+    found = {name for name, each in graph.parameters.items() if each.trainable}
+    for name, each in graph.operations.items():
+        if not each.backward and "float" in each.dtype and not found.isdisjoint(each.sources):
+            found.add(name)
+    return found
 
 
 def _read_through(graph: GraphPlan, homes: Mapping[tuple[int | None, str], int], idle: set[int], stage: int | None, name: str,
@@ -161,10 +177,9 @@ def _read_through(graph: GraphPlan, homes: Mapping[tuple[int | None, str], int],
     return found
 
 
-def _edge(graph: GraphPlan, tail: int, head: int, value: str, moves: Sequence[Redistribution]) -> EdgeSummary:
+def _edge(graph: GraphPlan, tail: int, head: int, value: str, moves: Sequence[Redistribution], trained: bool) -> EdgeSummary:
     operation = graph.operations[value]
     dims = operation.dims[0] if operation.dims else ""
-    trained = any(each.backward for each in graph.operations.values())
     sums: dict[tuple[str, str], CollectiveSummary] = {}
     for move in moves:
         for hop in move.hops:

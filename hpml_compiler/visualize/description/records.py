@@ -51,7 +51,8 @@ class ParameterSummary:
 @dataclass(frozen=True)
 class ModuleSummary:
     """A class of equal modules, its figures summed over them. sharding: for each axis, words for its parameters, largest first,
-    then for its values. values: the notation of most of its values."""
+    then for its values. saved_bytes: of one microbatch, where its backward follows it. read_by: the modules that read its
+    parameters, if it has no operations."""
 
     name: str
     path: str
@@ -66,6 +67,7 @@ class ModuleSummary:
     saved_bytes: int
     recompute_us: float
     offloaded_bytes: int
+    read_by: tuple[str, ...] = ()
 
     @property
     def communication_us(self) -> float:
@@ -134,9 +136,21 @@ class EdgeSummary:
 
 
 @dataclass(frozen=True)
+class OutputSummary:
+    """A result of the model, as it is returned. module: which makes it. words: how it stays split until the script reads it."""
+
+    value: str
+    module: str
+    dims: str
+    words: Words
+    bytes: int
+
+
+@dataclass(frozen=True)
 class StepSummary:
     """The step of one graph. parts: they add up to step_us, with stages as means over their ranks. bound, gap: of the solver's
-    objective. at: where the memory peak is. loss: in how many chunks it is computed, or why in none; "" if unknown."""
+    objective. at: where the memory peak is. loss: in how many chunks it is computed, or why in none; "" if unknown. outputs:
+    those that are known."""
 
     name: str
     training: bool
@@ -158,6 +172,7 @@ class StepSummary:
     replicated: dict[str, str]
     not_split: str
     loss: str
+    outputs: tuple[OutputSummary, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,10 @@ def draw_block(found: PlanDescription, block: BlockSummary, backward: bool) -> g
     lines = [font(f"{phases} {per}, on one device"), font(notes)]
     if any(step.recomputed for step in block.steps.values()):
         lines.append(font("striped: recomputed in backward"))
+    if block.saved_bytes or block.offloaded_bytes:
+        lines.append(font(_remembered(block)))
     if block.left_out:
-        lines.append(font(f"{block.left_out} merged steps are not drawn"))
+        lines.append(font(f"the {block.left_out} cheapest merged steps are not drawn"))
     drawing.attr(label=heading(found, f"block {block.name}", lines))
     for half in (False, True) if backward else (False,):
         inner = graphviz.Digraph(f"cluster_{half}", graph_attr={
@@ -48,6 +50,15 @@ def draw_block(found: PlanDescription, block: BlockSummary, backward: bool) -> g
             drawing.edge(numbers[tail], numbers[head], color=colors.get(axis, "#666666"),
                          style="dashed" if across else "solid", constraint=str(not across).lower())
     return drawing
+
+
+def _remembered(block: BlockSummary) -> str:
+    """Bytes that are kept for backward, in one of the equal blocks."""
+    drawn = sum(step.saved_bytes + step.offloaded_bytes for step in block.steps.values())
+    rest = block.saved_bytes + block.offloaded_bytes - drawn
+    text = f"{block.path or 'it'} saves {format_bytes(block.saved_bytes)}"
+    text += f", offloads {format_bytes(block.offloaded_bytes)} to the host" * bool(block.offloaded_bytes)
+    return text + f"; {format_bytes(rest)} of that is in no box" * (rest > 0.01 * (drawn + rest))
 
 
 def _draw_step(drawing: graphviz.Digraph, identifier: str, step: BlockStep, found: PlanDescription) -> None:

@@ -112,20 +112,14 @@ def heading(found: PlanDescription, title: str, lines: Sequence[str] = ()) -> st
     colors = axis_colors(found.mesh)
     rows = [f'<tr><td align="left">{font(title, "#111111", 13, True)}</td></tr>',
             *(f'<tr><td align="left">{line}</td></tr>' for line in lines)]
-    cells = []
     for axis in found.axes:
         sent = axis.communication
         kinds = ", ".join(sorted((k for k in sent.by_kind if k != "slice"), key=lambda kind: -sent.by_kind[kind])[:3])
         traffic = f"{format_us(sent.us)}, {format_bytes(sent.bytes)} a step: {kinds}" if sent.count else ""
-        cells.append(
-            f'<tr><td bgcolor="{colors[axis.name]}" width="14" height="14" fixedsize="true"></td>'
-            f'<td align="left">{font(f"{axis.name} = {axis.size}", colors[axis.name], bold=True)}</td>'
-            f'<td align="left">{font("splits " + ", ".join(axis.splits[:6]) if axis.splits else "splits nothing")}</td>'
-            f'<td align="left">{font(axis.links)}</td>'
-            f'<td align="left">{font(traffic)}</td></tr>')
-    if cells:
-        panel = f'<table align="left" border="0" cellborder="0" cellspacing="2" cellpadding="2">{"".join(cells)}</table>'
-        rows.append(f'<tr><td align="left">{panel}</td></tr>')
+        splits = "splits " + ", ".join(axis.splits[:6]) if axis.splits else "splits nothing"
+        line = font("■ ", colors[axis.name], 14) + font(f"{axis.name} = {axis.size}", colors[axis.name], bold=True)
+        line += "".join("&#160;&#160;&#160;&#160;" + font(text) for text in (splits, axis.links, traffic) if text)
+        rows.append(f'<tr><td align="left">{line}</td></tr>')
     return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{"".join(rows)}</table>>'
 
 

@@ -14,6 +14,8 @@ from hpml_compiler.visualize.formatting import format_bytes, format_place, forma
 from hpml_compiler.visualize.plan_table import describe_memory, describe_solver
 from passes.errors import BadInput
 
+MANY = 150
+"""Nodes from which lines are straight, and pass behind boxes."""
 SHAPES = {"block": "box3d", "operation": "box", "parameter": "ellipse", "end": "plaintext"}
 
 
@@ -28,6 +30,7 @@ def draw_operators(plan: PlanContent, expanded: bool, names: set[str], max_nodes
                                                           "outputorder": "edgesfirst"},  # so that no line crosses a box's text
                                node_attr=FONT | {"margin": "0.22,0.1"}, edge_attr=FONT)
     drawing.attr(label=heading(describe(plan), format_place(plan.mesh, plan.world_size, plan.cluster), [LEGEND]))
+    nodes = 0
     for position, (graph, classes) in enumerate(zip(graphs, all_classes, strict=True)):
         opened = {each.name for each in classes if expanded or _is_named(each, names)}
         found = sketch(graph, classes, opened, max(1, max_nodes // len(graphs)))
@@ -38,6 +41,9 @@ def draw_operators(plan: PlanContent, expanded: bool, names: set[str], max_nodes
         inner.attr(pencolor="gray" if len(graphs) > 1 else "transparent")
         _draw(inner, found, f"g{position}_", title, axis_colors(plan.mesh))
         drawing.subgraph(inner)
+        nodes += len(found.nodes)
+    if nodes > MANY:  # curves around boxes and the last refinements of places take seconds
+        drawing.attr(splines="line", nslimit="5")
     return drawing
 
 

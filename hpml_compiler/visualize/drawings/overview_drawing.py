@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import graphviz
 
 from hpml_compiler.visualize.description.describe_plan import modules_of
-from hpml_compiler.visualize.description.placement_words import dims_text
+from hpml_compiler.visualize.description.placement_words import dims_text, words_text
 from hpml_compiler.visualize.description.records import (
     COMMUNICATION,
     COMPUTE,
@@ -40,6 +40,8 @@ MOST_IN_A_ROW = 5
 MOST_MODULES = 40
 SMALL = 0.01
 """Values of less than this share of the largest that passes between modules have no line of their own."""
+SHOWN_US = 0.005
+"""Less would be displayed as 0.00 us."""
 LINE = 120
 """Characters in a line of the heading."""
 WIDTH = 22.0
@@ -66,7 +68,8 @@ def overview(found: PlanDescription, max_nodes: int = 300) -> graphviz.Digraph:
     for number, step in enumerate(found.steps):
         inner = drawing if len(found.steps) == 1 else graphviz.Digraph(
             f"cluster_{number}",
-            graph_attr={"label": tooltip(step.name), "pencolor": "#999999", "style": "rounded", "margin": "16"})
+            # without a line around it, which labels of its edges may cross
+            graph_attr={"label": f"<{font(step.name, '#111111', 12, True)}>", "pencolor": "transparent", "margin": "16"})
         if step.stages:
             _draw_stages(inner, step, found, f"g{number}")
         else:
@@ -83,6 +86,12 @@ def _step_lines(step: StepSummary, alone: bool) -> list[str]:
     lines = [f"{step.name} ({step.status}{gap}){times}"]
     if not alone:
         lines += textwrap.wrap(", ".join(f"{part} {format_us(us)}" for part, us in step.parts.items()), LINE)
+    if step.loss and not step.loss.startswith("at once"):
+        lines += textwrap.wrap(f"the loss is computed {step.loss}", LINE)
+    for each in step.outputs:
+        shape = dims_text(each.dims) or each.value
+        text = f"returns {shape} of {each.module} split ({words_text(each.words)}), gathered only if it is read"
+        lines += textwrap.wrap(text, LINE)
     return [font(line) for line in (*lines, *textwrap.wrap(step.not_split, LINE))]
 
 
@@ -138,7 +147,8 @@ def _module_line(each: ModuleSummary) -> str:
 
 def _draw_modules(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescription, prefix: str, most: int) -> None:
     cost = {number: (each.compute_us + each.communication_us, each.parameter_bytes) for number, each in enumerate(step.modules)}
-    idle = {number for number, each in enumerate(step.modules) if cost[number] == (0.0, 0) and not each.saved_bytes}
+    idle = {number for number, each in enumerate(step.modules)
+            if cost[number] == (0.0, 0) and not each.saved_bytes + each.recompute_us}
     shown = sorted(sorted(set(cost) - idle or set(cost), key=lambda number: cost[number], reverse=True)[:most])
     longest = max((us + step.modules[number].recompute_us for number, (us, _) in cost.items()), default=0.0)
     for number in shown:
@@ -150,7 +160,8 @@ def _draw_modules(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescr
             rows.append(row(font(f"{count} parameters, {stored_bytes} a device")))
         if sum(parts.values()) >= 0.005 * longest:
             rows.append(row(bar(parts, PART_COLORS, longest)))
-        rows.append(row(font(", ".join(f"{part} {format_us(us)}" for part, us in parts.items() if us) or "no work")))
+        work = ", ".join(f"{part} {format_us(us)}" for part, us in parts.items() if us >= SHOWN_US)
+        rows.append(row(font(work or _without_work(each))))
         stored = {"parameters": float(each.parameter_bytes), "saved": float(each.saved_bytes)}
         if found.limit_bytes and sum(stored.values()) >= 0.001 * found.limit_bytes:
             rows.append(row(bar(stored, MEMORY_COLORS, float(found.limit_bytes))))
@@ -163,6 +174,11 @@ def _draw_modules(drawing: graphviz.Digraph, step: StepSummary, found: PlanDescr
         text = f"the {len(rest)} cheapest of {len(step.modules)} modules are not drawn: {rest_us}"
         drawing.node(f"{prefix}_left_out", table([row(font(text))], border=0))
     _draw_edges(drawing, step, shown, prefix)
+
+
+def _without_work(each: ModuleSummary) -> str:
+    more = f" and {len(each.read_by) - 2} more" if len(each.read_by) > 2 else ""
+    return f"read by {', '.join(each.read_by[:2])}{more}" if each.read_by else "no time of its own"
 
 
 def _draw_edges(drawing: graphviz.Digraph, step: StepSummary, shown: list[int], prefix: str) -> None:

@@ -7,6 +7,7 @@ from hpml_compiler.plans.pipeline_records import MicrobatchPlan
 from hpml_compiler.visualize.formatting import format_bytes, format_count, format_placements, format_us
 from hpml_compiler.visualize.plan_table import MOST_ROWS, describe_microbatches
 from tests.helpers.plans import gpt_graph, gpt_plan, operation
+from tests.hpml_compiler.visualize.drawings.test_layout import staged_plan
 
 
 def test_table_of_a_gpt():
@@ -34,8 +35,12 @@ def test_depth_does_not_lengthen_the_table():
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_width_is_kept(width):
-    assert max(map(len, gpt_plan().table(width).splitlines())) <= width
+@pytest.mark.parametrize("plan", [gpt_plan(), staged_plan(4)], ids=["modules", "stages"])
+def test_width_is_kept(plan, width):
+    lines = plan.table(width).splitlines()
+    assert max(map(len, lines)) <= width
+    heads = next(line for line in lines if " module " in line and " sharding " in line)
+    assert heads.endswith("weights" if width >= 80 or plan.graphs[0].pipeline is None else "sent"), "no column is cut"
 
 
 def test_many_unlike_blocks_are_summed_up():

@@ -62,6 +62,47 @@ def test_sums_do_not_depend_on_the_folding():
     assert sum(each.parameter_bytes for each in modules) == sum(p.bytes_per_device for p in graph.parameters.values())
 
 
+def test_an_outer_module_s_operations_run_between_its_inner_ones():
+    rows = [["S(0)", "R"]]
+
+    def made(name, block, *sources, dtype="float32"):
+        return {name: operation(f"aten.{name.rstrip('2')}", block, name, rows * len(sources), rows, 1.0, sources).model_copy(
+            update={"dtype": dtype, "result_bytes": (64,)})}
+
+    graph = gpt_graph(0)
+    weights = {f"body.{name}.weight": graph.parameters["wte.weight"] for name in ("wte", "wpe", "h.0", "h.1", "norm")}
+    operations = {**made("mask", "body", "tokens", dtype="bool"), **made("word", "body.wte", "body.wte.weight"),
+                  **made("place", "body.wpe", "body.wpe.weight"), **made("sum", "body", "word", "place"),
+                  **made("attend", "body.h.0", "sum", "mask", "body.h.0.weight"),
+                  **made("attend2", "body.h.1", "attend", "mask", "body.h.1.weight"),
+                  **made("norm", "body.norm", "attend2", "body.norm.weight"), **made("scale", "body", "norm")}
+    back = operation("aten.back", "body.norm", "back", rows, rows, 1.0, ["norm"], backward=True)
+    step = describe_step(graph.model_copy(update={
+        "parameters": weights, "operations": operations | {"back": back}, "redistributions": ()}))
+    names = [each.name for each in step.modules]
+    assert names == ["body", "body.wte", "body.wpe", "body before h.0", "body.h.0-1", "body.norm", "body after norm"]
+    edges = {(names[each.tail], names[each.head]): (each.bytes, each.backward_bytes) for each in step.edges}
+    assert edges == {("body.wte", "body before h.0"): (64, 64), ("body.wpe", "body before h.0"): (64, 64),
+                     ("body before h.0", "body.h.0-1"): (64, 64), ("body", "body.h.0-1"): (64, 0),  # a mask has no gradient
+                     ("body.h.0-1", "body.norm"): (64, 64), ("body.norm", "body after norm"): (64, 64)}
+
+
+def test_modules_without_parameters_are_apart_where_others_run_in_between_and_unread_ones_come_before_their_reader():
+    rows = [["S(0)", "R"]]
+    graph, value, operations = gpt_graph(0), "tokens", {}
+    parameters = {"shared.weight": graph.parameters["wte.weight"]}
+    for number, kind in enumerate(("fc", "relu", "fc", "relu")):
+        weight = [f"net.{number}.weight"] if kind == "fc" else []
+        parameters |= {name: graph.parameters["wte.weight"] for name in weight}
+        name = f"{kind}_{number}"
+        operations[name] = operation(f"aten.{kind}", f"net.{number}", kind, rows, rows, 1.0, [value, *weight])
+        value = name
+    operations["head"] = operation("aten.mm", "head", "head", rows, rows, 1.0, [value, "shared.weight"])
+    step = describe_step(graph.model_copy(update={"parameters": parameters, "operations": operations, "redistributions": ()}))
+    assert [(each.name, each.read_by) for each in step.modules] == [
+        ("net.0,2", ()), ("net.1", ()), ("net.3", ()), ("shared", ("head",)), ("head", ())]
+
+
 def test_the_model_s_own_operations_between_modules_are_pieces_of_their_own():
     graph = gpt_graph(2)
     rows = [["S(0)", "R"]]

@@ -7,6 +7,7 @@ import xml.etree.ElementTree
 
 import pytest
 
+from hpml_compiler.plans.pipeline_records import LossChunksPlan
 from hpml_compiler.plans.schema import CollectiveTotal
 from hpml_compiler.visualize.description.module_classes import module_classes
 from hpml_compiler.visualize.drawings.labels import AXIS_COLORS, OVER, SPLIT, WHOLE_COLOR
@@ -184,6 +185,14 @@ def test_overview_says_how_modules_are_split_what_they_cost_and_what_is_read():
     for text in ("h.0-11", "x 12", "dp: batch", "tp: columns, rows", "394 k parameters", "compute 396 us, communication 120 us",
                  "8 x 16 x 64", "splits columns", "of 79.1 GiB"):
         assert text in source, text
+
+
+def test_overview_says_in_how_many_chunks_the_loss_is_and_what_is_returned_split():
+    made = {"loss_chunks": LossChunksPlan(count=8, head="head"), "outputs": {"head": ("S(0)", "R")}}
+    graph = gpt_graph(2).model_copy(update=made)
+    source = gpt_plan(2).model_copy(update={"graphs": (graph,)}).graphviz().source
+    assert "the loss is computed in 8 chunks of rows, from head on" in source
+    assert "returns 8 x 16 x 64 of (root) split (dp: batch), gathered only if it is read" in source
 
 
 def test_what_does_not_fit_is_red_and_said():

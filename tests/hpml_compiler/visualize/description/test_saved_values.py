@@ -1,0 +1,64 @@
+"""Saved values: each storage once, and under a budget with the operation that makes it."""
+from __future__ import annotations
+
+import pytest
+
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan, OffloadedValue, PeakRecord, SavedValue
+from hpml_compiler.plans.pipeline_records import MicrobatchPlan
+from hpml_compiler.visualize.description.block_summary import block_summary
+from hpml_compiler.visualize.description.describe_plan import describe_step
+from hpml_compiler.visualize.description.module_classes import module_classes
+from hpml_compiler.visualize.description.saved_values import VIEWS, saved_bytes, short_name
+from passes.op_rules.rule_table import operator_of
+from tests.helpers.plans import gpt_graph, gpt_plan, operation
+from tests.helpers.zoo_plans import zoo_plan
+
+ROWS = [["S(0)", "R"]]
+
+
+def with_sizes(graph, **sizes):
+    """The graph with (bytes, saved) of these operations' results."""
+    operations = dict(graph.operations)
+    for name, (nbytes, saved) in sizes.items():
+        operations[name] = operations[name].model_copy(update={"result_bytes": nbytes, "saved": saved})
+    return graph.model_copy(update={"operations": operations})
+
+
+def test_a_saved_view_keeps_the_memory_of_what_it_is_a_view_of_once():
+    graph = gpt_graph(1)
+    views = {name: operation("aten.view.default", "h.0", name, ROWS, ROWS, 0.0, [source])
+             for name, source in (("flat", "fc_0"), ("twice", "flat"), ("weight", "h.0.fc.weight"))}
+    graph = with_sizes(graph.model_copy(update={"operations": graph.operations | views}), fc_0=((100,), (False,)),
+                       flat=((100,), (True,)), twice=((100,), (True,)), weight=((7,), (True,)), gelu_0=((30, 5), (True, False)))
+    assert saved_bytes(graph) == {"fc_0": 100, "gelu_0": 30}
+    times = MicrobatchPlan(count=2, share=1.0, before=("gelu_0",))
+    assert saved_bytes(graph.model_copy(update={"microbatches": times})) == {"fc_0": 50, "gelu_0": 30}
+    assert sum(each.saved_bytes for each in describe_step(graph).modules) == 130
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "vit"])
+def test_views_are_the_operators_of_the_rule_table_that_share_memory(name):
+    for each in zoo_plan(name).graphs[0].operations.values():
+        assert bool(operator_of(each.op).view) == (short_name(each) in VIEWS), each.op
+
+
+def kept_plan(saved, offloaded):
+    graph = with_sizes(gpt_graph(1), fc_0=((96,), ()), proj_0=((64,), ()), gelu_0=((96, 8), ()), add_0=((64,), ()))
+    peak = PeakRecord(node="fc_0", block="h.0", again=False, parts={"saved": 1})
+    kept = CheckpointingPlan(
+        budget_bytes=10**6, saved_bytes=1, gradient_bytes=1, again={}, forward=peak, backward=peak,
+        saved={name: SavedValue(block=block, bytes=nbytes) for name, (block, nbytes) in saved.items()},
+        offloaded={name: OffloadedValue(block="h.0.fc", bytes=nbytes, predicted_us=1.0) for name, nbytes in offloaded.items()})
+    return graph.model_copy(update={"kept": kept})
+
+
+def test_values_that_a_rank_names_otherwise_are_with_the_operation_that_makes_them():
+    graph = kept_plan({"addmm_1": ("h.0.proj", 64), "getitem_3": ("h.0", 8), "add_0": ("h.0", 64), "wait_tensor": ("h.0", 1024),
+                       "mul": ("h.0", 5), "other": ("wte", 11)}, {"addmm": 96})
+    found = block_summary(graph, module_classes(graph)[1])
+    saved = {step.title: step.saved_bytes for step in found.steps.values() if step.saved_bytes}
+    assert saved == {"proj 64 x 256": 64, "gelu": 8, "add": 64, "all_reduce": 1024}
+    assert {step.title: step.offloaded_bytes for step in found.steps.values() if step.offloaded_bytes} == {"fc 256 x 64": 96}
+    assert (found.path, found.saved_bytes, found.offloaded_bytes) == ("h.0", 64 + 8 + 64 + 1024 + 5, 96)
+    source = gpt_plan(1).model_copy(update={"graphs": (graph,)}).graphviz(view="block", block="h.0").source
+    assert "h.0 saves 1.14 KiB, offloads 96 B to the host" in source and "host memory" in source
