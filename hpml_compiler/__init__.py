@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see `_WHERE`
     from hpml_compiler.checkpoints.checkpointer import Checkpointer
     from hpml_compiler.integrations.accelerate import one_device
     from hpml_compiler.plan_api.model_plan import Plan
+    from hpml_compiler.run_recording.recorder import Monitor
     from hpml_compiler.run_reports import last_report, last_stages
     from hpml_compiler.runtime.batch.distributed_loader import distribute, distribute_batch
     from hpml_compiler.runtime.dtensor.state_dicts import full_state_dict
@@ -20,11 +21,12 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see `_WHERE`
     from hpml_compiler.weights.meta_models import initialize
     from hpml_compiler.weights.whole_weights import load, save
 
-__all__ = ["Checkpointer", "Plan", "distribute", "distribute_batch", "full_state_dict", "initialize", "last_plan",
+__all__ = ["Checkpointer", "Monitor", "Plan", "distribute", "distribute_batch", "full_state_dict", "initialize", "last_plan",
            "last_report", "last_stages", "load", "one_device", "plan", "reset", "save"]
 
 _WHERE = {
-    "Checkpointer": "checkpoints.checkpointer.Checkpointer", "Plan": "plan_api.model_plan.Plan",
+    "Checkpointer": "checkpoints.checkpointer.Checkpointer", "Monitor": "run_recording.recorder.Monitor",
+    "Plan": "plan_api.model_plan.Plan",
     "distribute": "runtime.batch.distributed_loader.distribute",
     "distribute_batch": "runtime.batch.distributed_loader.distribute_batch",
     "full_state_dict": "runtime.dtensor.state_dicts.full_state_dict", "initialize": "weights.meta_models.initialize",

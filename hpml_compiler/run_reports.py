@@ -15,10 +15,12 @@ from passes.session_state import state_of
 def last_report() -> Report:
     """This rank's latest comparison of predicted and measured step time and memory.
 
-    Before the first comparison is due, it covers the steps so far. Raises BadInput if there are none, or no plan.
+    Before the first comparison is due, it covers the steps so far. Of pipeline stages, it has the time of the loop
+    (`last_stages` has the rest). Raises BadInput if there are none, or no plan.
     """
-    monitor = session.current().monitor
+    monitor, stages = session.current().monitor, session.current().stages_report
     report = monitor.last_report() if monitor is not None else None
+    report = stages.as_report() if report is None and stages is not None else report
     if report is None:
         raise BadInput("no training step was measured yet", "last_report",
                        "train for a few steps, on several ranks and without the option monitor=False")

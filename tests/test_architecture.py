@@ -28,7 +28,7 @@ LAYERS = {
         ("presets",),
     ),
     "hpml_compiler": (
-        ("cli_target", "plans", "units"),
+        ("cli_target", "plans", "run_records", "units"),
         ("runtime", "visualize"),
         ("demo", "plan_api"),
         ("options",),
@@ -38,6 +38,7 @@ LAYERS = {
         ("energy", "integrations"),
         ("monitor",),
         ("session",),
+        ("run_recording",),
         ("checkpoints", "run_reports", "weights", "profile", "instruments"),
         ("compile", "api"),
         ("backend", "instruments.calibration"),

@@ -20,6 +20,7 @@ from hpml_compiler.checkpoints.save_queue import SaveQueue
 from hpml_compiler.checkpoints.staged_tensors import StagingBuffers
 from hpml_compiler.checkpoints.stop_signals import STOPPED, StopSignals, log
 from hpml_compiler.checkpoints.write_checkpoint import CheckpointWriter, Saving
+from hpml_compiler.run_recording.recorder import open_monitor
 from hpml_compiler.runtime.process.world_group import ensure_process_group, from_all_ranks, this_rank, world_size
 from hpml_compiler.runtime.watchdog.activity_scope import activity
 from hpml_compiler.session.session import current
@@ -73,6 +74,8 @@ class Checkpointer:
             if found is None:
                 return 0
             _together(lambda: self._state.restore(CheckpointReader(self._folder, found)))
+        if (monitor := open_monitor()) is not None:
+            monitor.resumed(found.step)
         if this_rank() == 0:
             log.info("resumed from the checkpoint of step %d in %s", found.step, self._folder.given)
         return found.step
@@ -99,6 +102,8 @@ class Checkpointer:
             staged = self._buffers.stage(tensors, copy=in_background)
             saving = Saving(k + 1, staged, {"step": k + 1, **state}, own, _writer_facts(), self.keep)
             self._queue.put(lambda: self._written(saving, in_background))
+            if (monitor := open_monitor()) is not None:
+                monitor.note("checkpoint", f"of step {k + 1}")
             if not in_background:
                 self._queue.wait()
 

@@ -20,6 +20,7 @@ from hpml_compiler.integrations.ddp_fsdp_guard import refuse_other_wrappers, wat
 from hpml_compiler.monitor import tensorboard_scalars
 from hpml_compiler.options import Options
 from hpml_compiler.planner.step_decision import defers_outputs
+from hpml_compiler.run_recording.recorder import open_monitor
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
 from hpml_compiler.runtime.process.compute_device import init_device
 from hpml_compiler.runtime.process.gc_pause import gc_paused
@@ -44,6 +45,12 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     if options.compiler == "inductor" and not torch.cuda.is_available():
         compat.warm_cpp_compiler()
     options = options.with_plan(world)
+    if (monitor := open_monitor()) is not None:
+        return monitor.counted(gm, example_inputs, options, lambda: _compiled(gm, example_inputs, options, defers, world))
+    return _compiled(gm, example_inputs, options, defers, world)
+
+
+def _compiled(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool, world: int) -> Callable[..., Any]:
     warn_of_reentrant_checkpoints(gm, example_inputs)
     if world == 1:
         return compile_single_device(gm, example_inputs, options)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hpml_compiler.monitor.monitor import Monitor
+from hpml_compiler.monitor.monitor import PlanMonitor
 from hpml_compiler.plans.schema import GraphPlan
 from passes import compat
 from passes.session_state import state
@@ -17,7 +17,7 @@ from passes.session_state import state
 class WatchedGraph:
     """A compiled graph whose calls are reported to the monitor."""
 
-    def __init__(self, monitor: Monitor, plan: GraphPlan) -> None:
+    def __init__(self, monitor: PlanMonitor, plan: GraphPlan) -> None:
         self.monitor, self.number = monitor, monitor.add_graph(plan)
         monitor.disturbed()
 
@@ -48,14 +48,14 @@ class WatchedGraph:
         return compat.mark_boxed(watched)
 
 
-def watch_optimizers(current: Callable[[], Monitor | None]) -> None:
+def watch_optimizers(current: Callable[[], PlanMonitor | None]) -> None:
     """Report each optimizer step to the current monitor until the session ends, and finish it when the process exits."""
     if not state.has(_MonitoredSteps):
         state.put(_MonitoredSteps(current))
 
 
 class _MonitoredSteps:
-    def __init__(self, current: Callable[[], Monitor | None]) -> None:
+    def __init__(self, current: Callable[[], PlanMonitor | None]) -> None:
         self.current = current
         self.hooks = register_optimizer_step_pre_hook(self._begins), register_optimizer_step_post_hook(self._ends)
         atexit.register(self._over)

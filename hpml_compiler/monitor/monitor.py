@@ -27,7 +27,7 @@ LONGEST_WAIT = 10
 """Most steps that a report is delayed until one of them is profiled."""
 
 
-class Monitor:
+class PlanMonitor:
     """Compares the measured steps of a run with the predictions of its graphs' plans. Only a monitor that `speaks` (rank 0's)
     logs, and writes TensorBoard scalars into `folder`, if given. `complete`: adds the predicted peak to a graph's plan;
     `peak_bytes`: of a step of several graphs. These are called for a report, so that the first step does not wait for them.

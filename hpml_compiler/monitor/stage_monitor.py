@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hpml_compiler.monitor import tensorboard_scalars
-from hpml_compiler.monitor.report import SHORT_US, TOLERANCE, PredictedFigure
+from hpml_compiler.monitor.report import SHORT_US, TOLERANCE, PredictedFigure, Report
 from hpml_compiler.runtime.process.device_clock import Clock
 from hpml_compiler.runtime.program.stage_timer import LoopTimes, recording
 from hpml_compiler.visualize.formatting import format_bytes, format_us
@@ -80,6 +80,12 @@ class StagesReport:
         return (f"{self.graph}: {worst.name} of the pipeline has {worst.measured:.0%} of the work of all stages, instead of "
                 f"the predicted {worst.predicted:.0%}, so the other ranks wait for it. Run `hpml profile` to measure the costs "
                 "by which stages are balanced; see docs/monitoring.md")
+
+    def as_report(self) -> Report:
+        """The loop as the report of a step, of which it leaves out the optimizer and the script."""
+        return Report(step=STAGES_ARE_MEASURED, steps_measured=self.steps_measured,
+                      runs=f"the pipeline loop of {self.graph}, without optimizer and script", step_time=self.loop,
+                      graphs_us=self.loop.measured, optimizer_us=0.0, between_us=0.0)
 
     def _shares(self) -> list[PredictedFigure]:
         """Share of each rank in the work of all stages."""

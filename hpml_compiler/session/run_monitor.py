@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from hpml_compiler.energy.power_meter import PowerMeter
-from hpml_compiler.monitor.monitor import Monitor
+from hpml_compiler.monitor.monitor import PlanMonitor
 from hpml_compiler.monitor.stage_monitor import StageMonitor, StagesReport, gathered, say
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.plan_assembly import step_peak_bytes, with_peak
@@ -16,12 +16,12 @@ from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.pipeline.stage_assignment import StageAssignment
 
 
-def monitor_of(options: Options) -> Monitor:
+def monitor_of(options: Options) -> PlanMonitor:
     """The monitor of this process, created with the options of the first compiled graph."""
     current = session.current()
     if current.monitor is None:
         speaks, kind = dist.get_rank() == 0, device_type()
-        current.monitor = Monitor(kind, speaks=speaks, folder=options.tensorboard,
+        current.monitor = PlanMonitor(kind, speaks=speaks, folder=options.tensorboard,
                                   power=PowerMeter.here(kind) if speaks else None, rival_us=lambda: rival_us(current),
                                   complete=lambda plan: with_peak(plan, current.options, current.cluster),
                                   peak_bytes=lambda plans: step_peak_bytes(plans, current.options, current.cluster))
@@ -39,7 +39,7 @@ def rival_us(made: session.Session) -> float | None:
     return max(min(known) - taken.cost, 0.0)
 
 
-def current_monitor() -> Monitor | None:
+def current_monitor() -> PlanMonitor | None:
     return session.current().monitor
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from hpml_compiler.monitor.monitor import Monitor
+from hpml_compiler.monitor.monitor import PlanMonitor
 from hpml_compiler.monitor.stage_monitor import StagesReport
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
@@ -60,7 +60,7 @@ class Session:
     """By frame, the first block of each stage but the first, so that evaluation is split into the same stages as training."""
     loss_chunks: dict[str, LossChunking] = field(default_factory=dict)
     """By graph, how this rank computes its loss."""
-    monitor: Monitor | None = None
+    monitor: PlanMonitor | None = None
     stages_report: StagesReport | None = None
     step: StepGraphs = field(default_factory=StepGraphs)
     """Memory of the graphs of a step, under a memory budget."""

@@ -7,7 +7,7 @@ import torch
 from hpml_compiler.energy.power_meter import PowerMeter
 from hpml_compiler.monitor import tensorboard_scalars
 from hpml_compiler.monitor.measured_window import MeasuredWindow
-from hpml_compiler.monitor.monitor import Monitor
+from hpml_compiler.monitor.monitor import PlanMonitor
 from tests.helpers.plans import gpt_graph
 from tests.hpml_compiler.monitor.fakes import FakeClock, FakeProfile, Script
 
@@ -62,7 +62,7 @@ def test_a_run_reports_joules_of_a_step(metered):
     """1 W all the time: as many µJ as µs."""
     clock, counter = FakeClock(), FakeCounter()
     power = PowerMeter(counter if metered else None, clock=lambda: clock.now * 1e-6)
-    monitor = Monitor("cpu", clock=clock, window=MeasuredWindow(warm_up=1, wanted=4), make_profile=FakeProfile, power=power)
+    monitor = PlanMonitor("cpu", clock=clock, window=MeasuredWindow(warm_up=1, wanted=4), make_profile=FakeProfile, power=power)
     plan = gpt_graph()
     monitor.add_graph(plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"energy_j": 0.5})}))
     weight = torch.nn.Parameter(torch.ones(1))

@@ -1,7 +1,7 @@
 """A clock that is set by hand, and a script that runs on it."""
 from __future__ import annotations
 
-from hpml_compiler.monitor.monitor import Monitor
+from hpml_compiler.monitor.monitor import PlanMonitor
 from hpml_compiler.monitor.profiled_step import KernelTimes
 
 
@@ -53,7 +53,7 @@ class Script:
         self.told.graph_ends(token)
 
     def optimize(self, us: float = 5.0) -> None:
-        self.told.optimizer_begins(*([self.optimizer] if isinstance(self.told, Monitor) else []))
+        self.told.optimizer_begins(*([self.optimizer] if isinstance(self.told, PlanMonitor) else []))
         self.clock.now += us
         self.told.optimizer_ends()
 

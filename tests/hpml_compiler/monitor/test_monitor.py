@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpml_compiler.monitor.measured_window import MeasuredWindow
-from hpml_compiler.monitor.monitor import LONGEST_WAIT, Monitor
+from hpml_compiler.monitor.monitor import LONGEST_WAIT, PlanMonitor
 from hpml_compiler.monitor.prediction import graph_cost
 from passes import compat
 from tests.helpers.plans import gpt_graph
@@ -32,7 +32,7 @@ def loop(profiles=None, device_type="cpu", plans=(PLAN,), **more):
     """(script, monitor); `profiles` are handed out one after the other."""
     clock = FakeClock()
     left = iter([FakeProfile() for _ in range(9)] if profiles is None else profiles)
-    monitor = Monitor(device_type, clock=clock, window=MeasuredWindow(warm_up=2, wanted=4), make_profile=lambda: next(left),
+    monitor = PlanMonitor(device_type, clock=clock, window=MeasuredWindow(warm_up=2, wanted=4), make_profile=lambda: next(left),
                       **{"rival_us": lambda: 0.0, **more})
     for plan in plans:
         monitor.add_graph(plan)

@@ -99,6 +99,7 @@ def _trained(rank, model, schedule, steps=STAGES_ARE_MEASURED):
             with torch.no_grad():
                 call(tokens, labels)
     log.removeHandler(handler)
+    assert hpml_compiler.last_report().step_time == hpml_compiler.last_stages().loop
     return hpml_compiler.last_stages(), [text for text in heard if "the pipeline takes" in text]
 
 

@@ -1,0 +1,1 @@
+"""Recording of a run: `hpml_compiler.Monitor` and its sinks. See docs/guides/monitoring.md."""
