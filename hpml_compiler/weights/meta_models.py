@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hpml_compiler.runtime.consistency.initial_sync import sync_rng
@@ -25,6 +26,7 @@ from hpml_compiler.runtime.optimizer.optimizer_step import watch_optimizers
 from hpml_compiler.runtime.process.compute_device import device_type
 from hpml_compiler.runtime.process.world_group import ensure_process_group
 from hpml_compiler.session.session import current
+from hpml_compiler.weights.module_initialization import ModuleRule, is_written, rules_of, unwritten_like
 from passes import compat
 from passes.errors import BadInput
 
@@ -113,53 +115,70 @@ def _give_back_memory() -> None:
 
 
 def initialize(model: nn.Module, *, mesh: Mapping[str, int] | None = None) -> nn.Module:
-    """Initialize a model that was made on the meta device, by its modules' own `reset_parameters`, one module at a time::
+    """Initialize a model that was made on the meta device by its modules' own rules, one module at a time::
 
         with torch.device("meta"):
             model = Model()
         hpml_compiler.initialize(model)
 
-    Each rank keeps its shards; a rank holds no more than these and one whole module. Modules are initialized in their order in
-    the model, so that random numbers are those of one device that makes the modules in this order. mesh: that of the compiled
-    model, by default {"dp": ranks}. Returns the model. All ranks call this, with the same seed. Raises BadInput for a module
-    with parameters or buffers of its own but no `reset_parameters`.
+    The rules are `reset_parameters` and, in a model of transformers, its `_init_weights`. Each rank keeps its shards; a rank
+    holds no more than these and one whole module. Random numbers are those of one device that calls the rules in the same
+    order, that of the modules in the model; transformers begins with inner modules, as `initialize_weights` does. mesh: that of
+    the compiled model, by default {"dp": ranks}. Returns the model. All ranks call this, with the same seed. Raises BadInput
+    for a module with parameters or buffers of its own but no rule, and for tensors that no rule has written.
     """
     model = getattr(model, "_orig_mod", model)
     meta = MetaParameters(model, mesh)
-    modules = [(name, module) for name, module in model.named_modules() if any(
-        tensor is not None and tensor.is_meta for tensor in [*module._parameters.values(), *module._buffers.values()])]
-    for name, module in modules:
-        if not callable(_reset_of(module)):
-            raise BadInput(f"{type(module).__name__} has parameters or buffers on the meta device, and no reset_parameters()",
-                           name or "the model", "give the class that method, or use hpml_compiler.load")
+    rules = rules_of(model)
+    for each in rules:
+        if each.rule is None:
+            raise BadInput(f"{type(each.module).__name__} has parameters or buffers on the meta device, and no "
+                           "reset_parameters()", each.name or "the model",
+                           "give the class that method, or use hpml_compiler.load")
     if dist.is_initialized() and dist.get_world_size() > 1:
         sync_rng()  # otherwise a parameter would be made of shards of different tensors
-    for _, module in modules:
-        olds = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-        for name, parameter in olds.items():
-            module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad
-                                                    ) if parameter.is_meta else parameter
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
-        with torch.no_grad():
-            _reset_of(module)()
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device_type())
-        for name, parameter in olds.items():
-            if parameter.is_meta:
-                whole = module._parameters[name]
-                assert whole is not None, "it was made above"
-                meta.put(parameter, meta.shard(whole))
-        whole = None
+    open_ends: list[tuple[str, nn.Module, str]] = []
+    for each in rules:
+        unwritten = _initialize_module(each, meta)
+        open_ends += [(f"{each.name}.{name}".lstrip("."), each.module, name) for name in unwritten]
         _give_back_memory()
+    for path, module, name in open_ends:  # the rule of an outer module may have written it
+        tensor = module._parameters.get(name, module._buffers.get(name))
+        if tensor is not None and not is_written(tensor, _version(tensor)):
+            raise BadInput(f"{type(module).__name__}'s initialization leaves {name} without values", path,
+                           "write it in reset_parameters (_init_weights in a model of transformers), or use hpml_compiler.load")
     meta.finish()
     return model
 
 
-def _reset_of(module: nn.Module) -> Any:
-    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+def _initialize_module(each: ModuleRule, meta: MetaParameters) -> list[str]:
+    """Make one module's tensors whole, call its rule, and keep the shards. Returns names of tensors that it has not written."""
+    module, made = each.module, dict[str, Any]()
+    olds = {name: parameter for name, parameter in module._parameters.items() if parameter is not None and parameter.is_meta}
+    for name, parameter in olds.items():
+        made[name] = module._parameters[name] = nn.Parameter(unwritten_like(parameter), parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            made[name] = module._buffers[name] = unwritten_like(buffer)
+    versions = {name: tensor._version for name, tensor in made.items()}
+    with torch.no_grad():
+        assert each.rule is not None, "checked before"
+        each.rule()
+    made.update((name, tensor) for name, tensor in [*module._parameters.items(), *module._buffers.items()] if name in made)
+    unwritten = [name for name, tensor in made.items() if not is_written(tensor, versions[name])]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = buffer.to(device_type())
+    made.clear()
+    for name, parameter in olds.items():
+        whole = module._parameters[name]
+        assert whole is not None, "it was made above"
+        meta.put(parameter, meta.shard(whole))
+    return unwritten
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor)._version
 
 
 def meta_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:

@@ -18,6 +18,7 @@ from hpml_compiler.runtime.weights.safetensors_files import Chunk
 from hpml_compiler.runtime.weights.weights_folder import MOST_BYTES, WeightsFolder
 from hpml_compiler.runtime.weights.weights_source import WeightsSource
 from hpml_compiler.weights.meta_models import MetaParameters, meta_buffers
+from hpml_compiler.weights.module_initialization import initialize_buffers, rule_of_buffers
 from passes.errors import BadInput
 
 
@@ -43,11 +44,7 @@ def load(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = Tru
                              if isinstance(value, torch.Tensor)}
     same = _names_of_one_memory(state)
     _check(state, same, source, strict)
-    for module, name, path in list(meta_buffers(model)):
-        if path not in source.shapes:
-            raise BadInput(f"the buffer {path} is on the meta device, and the files do not have it", source.path,
-                           "make that module outside of torch.device('meta'), or assign the buffer before")
-        module._buffers[name] = state[path] = torch.empty_like(state[path], device=device_type())
+    _make_buffers(model, state, source)
     for parameter in list(meta.parameters.values()):
         names = [path for *_, path in meta.sites[id(parameter)]]
         if not any(name in source.shapes for name in names):
@@ -60,6 +57,26 @@ def load(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = Tru
     state.clear()
     meta.finish()
     return model
+
+
+def _make_buffers(model: nn.Module, state: dict[str, Any], source: WeightsSource) -> None:
+    """Give memory to buffers of the meta device: to be read or, where the files do not have them, made by the rules of
+    transformers, as those of rotary embeddings are."""
+    for module, name, path in list(meta_buffers(model)):
+        if path in source.shapes:
+            module._buffers[name] = state[path] = torch.empty_like(state[path], device=device_type())
+            continue
+        buffer = module._buffers[name]
+        if buffer is None or not buffer.is_meta:  # made with another one of the module
+            continue
+        rule = rule_of_buffers(model, module)
+        others = [key for key, each in module._buffers.items() if each is not None and each.is_meta]
+        if rule is None or name in initialize_buffers(module, rule, others):
+            raise BadInput(f"the buffer {path} is on the meta device, and the files do not have it", source.path,
+                           "make that module outside of torch.device('meta'), or assign the buffer before")
+        for key in others:
+            made = module._buffers[key]
+            module._buffers[key] = made if made is None else made.to(device_type())
 
 
 def _names_of_one_memory(state: dict[str, Any]) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as T
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
@@ -17,6 +18,7 @@ from passes.errors import BadInput
 from tests.hpml_compiler.runtime.common import full
 
 WIDTH, TOKENS = 16, 32
+TEXT = torch.arange(32).reshape(4, 8)
 
 
 class Block(nn.Module):
@@ -108,6 +110,50 @@ def test_each_rank_initializes_its_shards(launch, mesh):
         torch.testing.assert_close(seen, alone, rtol=1e-5, atol=1e-6)
 
 
+def of_transformers(kind):
+    if kind == "gpt2":
+        config = T.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0)
+    else:
+        config = T.LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64, intermediate_size=64)
+    config.use_cache = False
+    return T.AutoModelForCausalLM.from_config(config)
+
+
+def values(model):
+    """Of parameters and all buffers, also of those that no state dict has."""
+    return {name: full(value).tolist() for name, value in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def run_of_transformers(rank, folder):
+    found = []
+    for kind in ("gpt2", "llama"):
+        with torch.device("meta"):
+            model, other = of_transformers(kind), of_transformers(kind)
+        torch.manual_seed(0)
+        hpml_compiler.initialize(model)
+        hpml_compiler.save(model, f"{folder}/{kind}")
+        dist.barrier()
+        hpml_compiler.load(other, f"{folder}/{kind}")
+        found.append((values(model), values(other)))
+    call = torch.compile(other.eval(), backend="hpml", options={"compiler": "eager", "mesh": {"dp": 2}})
+    return found, call(input_ids=TEXT, labels=TEXT).loss.item()
+
+
+def test_models_of_transformers(launch, tmp_path):
+    """Each rank's shards are those of `initialize_weights` on one device; files give the same, with buffers that they lack."""
+    expected = []
+    for kind in ("gpt2", "llama"):
+        model = of_transformers(kind)
+        for module in model.modules():
+            module.__dict__.pop("_is_hf_initialized", None)
+        torch.manual_seed(0)
+        model.initialize_weights()
+        expected.append((values(model), values(model)))
+    alone = model.eval()(input_ids=TEXT, labels=TEXT).loss.item()
+    for found, loss in launch(run_of_transformers, args=(str(tmp_path),)):
+        assert found == expected and loss == pytest.approx(alone, rel=1e-5)
+
+
 def run_load(rank, folder):
     model = on_meta()
     optimizer = torch.optim.AdamW(model.parameters())  # made too early
@@ -197,6 +243,13 @@ def test_what_has_no_values(tmp_path):
         hpml_compiler.initialize(model)
     with pytest.raises(BadInput, match="on the meta device: it has no values"):
         hpml_compiler.save(model, tmp_path)
+
+    class Forgets(Raw):
+        def reset_parameters(self):
+            self.scale.data.fill_(1)
+
+    with torch.device("meta"), pytest.raises(BadInput, match="Forgets's initialization leaves angles without values"):
+        hpml_compiler.initialize(Forgets())
     save_file({"0.scale": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(BadInput, match="buffer 0.angles is on the meta device"):
         hpml_compiler.load(model, tmp_path)
