@@ -40,9 +40,9 @@ class BlockStep:
 
 @dataclass
 class BlockSummary:
-    """The steps of a block by identifier, in order, and its edges. path: the block that stands for equal ones; merged: how many
-    operators are in merged steps; left_out: steps that are not shown, the cheapest. saved_bytes, offloaded_bytes: of one
-    microbatch, values that are in no step included."""
+    """The steps of a block by identifier, in order, and its edges. path: the block that stands for equal ones. merged: how many
+    operators are in merged steps. left_out, left_out_us: steps that are not shown, the cheapest, and their time.
+    saved_bytes, offloaded_bytes: of one microbatch, values that are in no step included."""
 
     name: str
     microbatches: int
@@ -50,6 +50,7 @@ class BlockSummary:
     edges: dict[tuple[str, str], None]
     merged: int
     left_out: int = 0
+    left_out_us: float = 0.0
     path: str = ""
     saved_bytes: int = 0
     offloaded_bytes: int = 0
@@ -172,14 +173,19 @@ class _BlockBuilder:
         made = {name: (operation, tuple(round(size / self.microbatches) for size in operation.result_bytes))
                 for name, operation in self.operations.items() if name in self.home and not operation.backward}
         makers = makers_of({**own[0], **own[1]}, made)
-        gathered = {round(step.bytes): step for step in self.steps.values() if step.kind == COLLECTIVE and not step.backward}
+        moved = {self._result_bytes(step): step for step in reversed(self.steps.values())
+                 if step.kind == COLLECTIVE and not step.backward}
         for is_saved, values in zip((True, False), own):
             for name, value in values.items():
                 maker = makers.get(name)
-                step = self.steps[self.home[maker]] if maker else gathered.get(value.bytes)
+                step = self.steps[self.home[maker]] if maker else moved.get(value.bytes)
                 if step is not None:
                     step.saved_bytes += is_saved * value.bytes
                     step.offloaded_bytes += (not is_saved) * value.bytes
+
+    def _result_bytes(self, step: BlockStep) -> int:
+        """Bytes of what a collective gives."""
+        return round(step.bytes / (self.graph.mesh[step.axis] if step.title.startswith("reduce_scatter") else 1))
 
     def _weight_title(self, name: str) -> str:
         path = block_path(name.rpartition(".")[0])
@@ -275,16 +281,15 @@ def shortened_list(names: list[str], most: int = 4) -> str:
 
 
 def _smaller(summary: BlockSummary) -> BlockSummary:
-    """At most MOST_STEPS steps: the cheapest merged ones are passed through."""
-    cheap = sorted((name for name, step in summary.steps.items() if step.kind in (CHEAP, OUTSIDE)),
-                   key=lambda name: summary.steps[name].us)
-    for identifier in cheap[:max(0, len(summary.steps) - MOST_STEPS)]:
+    """At most MOST_STEPS steps: the cheapest are passed through, merged ones before heavy ones and collectives."""
+    by_cost = sorted(summary.steps, key=lambda name: (summary.steps[name].kind not in (CHEAP, OUTSIDE), summary.steps[name].us))
+    for identifier in by_cost[:max(0, len(summary.steps) - MOST_STEPS)]:
         before = [tail for tail, head in summary.edges if head == identifier]
         after = [head for tail, head in summary.edges if tail == identifier]
         summary.edges = {edge: None for edge in summary.edges if identifier not in edge}
         if len(before) * len(after) <= 16:
             summary.edges.update({(tail, head): None for tail in before for head in after if tail != head})
-        del summary.steps[identifier]
+        summary.left_out_us += summary.steps.pop(identifier).us
         summary.left_out += 1
     return summary
 

@@ -1,8 +1,10 @@
-"""Pieces of the operations of modules that contain others, such as the model's own: those between two of the inner modules, as
-a sum, a mask or an upsampling, are run at their place and not where the outer module starts."""
+"""Pieces of the operations of modules that run in several places: those that contain others, such as the model itself, whose
+sums, masks or upsamplings run between two inner modules; and those that are called again, such as a dropout."""
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from itertools import groupby
 
 from hpml_compiler.plans.schema import ROOT, GraphPlan
 
@@ -10,11 +12,11 @@ BEFORE, AFTER = " before ", " after "
 
 
 def module_pieces(graph: GraphPlan, module_by_operation: dict[str, str]) -> dict[str, str]:
-    """The piece of each forward operation of an outer module that depends on an earlier inner module: "(root) before h.3" if
+    """The piece of each forward operation of such a module that depends on another one: "(root) before h.3" if
     a later module reads it, directly or through others, else "transformer after ln_f"; the last ones of the model itself keep
     their place. module_by_operation: "" for the model's own."""
     forward = [name for name, operation in graph.operations.items() if not operation.backward]
-    outer = outer_modules(module_by_operation[name] for name in graph.operations)
+    outer = _in_several_places(graph, [module_by_operation[name] for name in forward])
     paths = list(dict.fromkeys(module_by_operation[name] for name in forward if module_by_operation[name] not in outer))
     order = {path: number for number, path in enumerate(paths)}
     latest: dict[str, int] = {}
@@ -44,10 +46,13 @@ def module_pieces(graph: GraphPlan, module_by_operation: dict[str, str]) -> dict
     return found
 
 
-def outer_modules(paths: Iterable[str]) -> set[str]:
-    """The model itself, and modules that contain others of these."""
-    known = set(paths)
-    return {""} | {path for path in known if any(other.startswith(f"{path}.") for other in known)}
+def _in_several_places(graph: GraphPlan, run: list[str]) -> set[str]:
+    """The model itself, modules that contain others of these, and those without parameters that run again after others."""
+    known, times = set(run), Counter(path for path, _ in groupby(run))
+    owned = {name.rpartition(".")[0] for name in graph.parameters}
+    again = {path for path, count in times.items()
+             if count > 1 and not any(own == path or own.startswith(f"{path}.") for own in owned)}
+    return {""} | again | {path for path in known if any(other.startswith(f"{path}.") for other in known)}
 
 
 def _inside(path: str, other: str) -> str:

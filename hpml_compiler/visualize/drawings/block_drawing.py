@@ -28,7 +28,8 @@ def draw_block(found: PlanDescription, block: BlockSummary, backward: bool) -> g
     if block.saved_bytes or block.offloaded_bytes:
         lines.append(font(_remembered(block)))
     if block.left_out:
-        lines.append(font(f"the {block.left_out} cheapest merged steps are not drawn"))
+        whole = block.left_out + len(block.steps)
+        lines.append(font(f"the {block.left_out} cheapest of {whole} steps are not drawn: {format_us(block.left_out_us)}"))
     drawing.attr(label=heading(found, f"block {block.name}", lines))
     for half in (False, True) if backward else (False,):
         inner = graphviz.Digraph(f"cluster_{half}", graph_attr={

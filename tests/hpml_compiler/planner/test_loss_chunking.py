@@ -12,6 +12,7 @@ from hpml_compiler.visualize.plan_table import PlanTable
 from hpml_compiler.visualize.terminal import as_text
 from tests.helpers import heads
 from tests.helpers.heads import Headed, batch, make
+from tests.passes.op_rules.families.zoo import MODELS
 
 PAIR = "1x2:h100-80g"
 
@@ -27,6 +28,11 @@ def planned(model: torch.nn.Module, cluster: str | None = None, **options: Any) 
 def wide(monkeypatch):
     for name, size in {"WIDTH": 16, "WORDS": 4096, "TOKENS": 24}.items():  # else logits are gathered, which takes no time
         monkeypatch.setattr(heads, name, size)
+
+
+def test_a_step_whose_microbatches_were_refused_is_looked_at_as_it_was_decided():
+    plan = hpml_compiler.plan(*MODELS["mixtral"](), "1x4:a100-80g", mesh={"dp": 2, "tp": 2}, microbatches=2)
+    assert isinstance(plan, Plan) and plan.graphs[0].microbatches is None and plan.graphs[0].loss_chunks is not None
 
 
 @pytest.mark.parametrize("cluster, options", [

@@ -87,6 +87,20 @@ def test_an_outer_module_s_operations_run_between_its_inner_ones():
                      ("body.h.0-1", "body.norm"): (64, 64), ("body.norm", "body after norm"): (64, 64)}
 
 
+def test_a_module_that_is_called_again_is_a_piece_for_each_reader():
+    rows = [["S(0)", "R"]]
+    graph, value, operations, parameters = gpt_graph(0), "tokens", {}, {}
+    for number, block in enumerate(("wte", "drop", "h.0", "drop", "head")):
+        weight = [f"{block}.weight"] if block != "drop" else []
+        parameters |= {name: graph.parameters["wte.weight"] for name in weight}
+        operations[f"op{number}"] = operation("aten.op", block, number, rows, rows, 1.0, [value, *weight])
+        value = f"op{number}"
+    step = describe_step(graph.model_copy(update={"parameters": parameters, "operations": operations, "redistributions": ()}))
+    names = [each.name for each in step.modules]
+    assert names == ["wte", "drop before h.0", "h.0", "drop before head", "head"]
+    assert [(each.tail, each.head) for each in step.edges] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
 def test_modules_without_parameters_are_apart_where_others_run_in_between_and_unread_ones_come_before_their_reader():
     rows = [["S(0)", "R"]]
     graph, value, operations = gpt_graph(0), "tokens", {}

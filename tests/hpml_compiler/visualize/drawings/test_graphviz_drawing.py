@@ -9,6 +9,7 @@ import pytest
 
 from hpml_compiler.plans.pipeline_records import LossChunksPlan
 from hpml_compiler.plans.schema import CollectiveTotal
+from hpml_compiler.visualize.description.block_summary import block_summary
 from hpml_compiler.visualize.description.module_classes import module_classes
 from hpml_compiler.visualize.drawings.labels import AXIS_COLORS, OVER, SPLIT, WHOLE_COLOR
 from hpml_compiler.visualize.drawings.plan_sketch import sketch
@@ -211,6 +212,20 @@ def test_block_has_heavy_operators_with_their_weights_and_collectives_as_nodes()
     assert "of its gradient" not in source
     both = gpt_plan(12, listed=2).graphviz(view="block", block="h.7", backward=True).source
     assert "all_reduce of its gradient over dp" in both and "backward" in both
+
+
+def test_a_block_of_thousands_of_operators_has_its_costliest_and_says_how_many_are_left_out():
+    graph, rows, last = gpt_graph(1), [["S(0)", "R"]], "add_0"
+    many = {}
+    for k in range(3000):
+        op, last_before = ("aten.mm.default" if k % 3 else "aten.add.Tensor"), last
+        last = f"op{k}"
+        many[last] = operation(op, "h.0", f"c{k}", rows, rows, 1.0 + k % 7, [last_before])
+    graph = graph.model_copy(update={"operations": graph.operations | many})
+    found = block_summary(graph, next(each for each in module_classes(graph) if each.name == "h.0"))
+    assert len(found.steps) == 300 and found.left_out > 2500 and min(step.us for step in found.steps.values()) == 6.0
+    source = gpt_plan(1).model_copy(update={"graphs": (graph,)}).graphviz(view="block", block="h.0").source
+    assert f"the {found.left_out} cheapest of {found.left_out + 300} steps are not drawn: " in source
 
 
 def test_one_axis_has_one_color_in_all_views():

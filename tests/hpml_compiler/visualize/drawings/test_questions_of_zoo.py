@@ -135,7 +135,7 @@ def test_which_layers_there_are_and_where_they_run(name, pictures):
         assert all(block in text for block in stage.blocks if block.startswith(BLOCKS[name]))
         assert f"forward {format_us(stage.forward_us)}, backward {format_us(stage.backward_us)}" in text
         assert f"devices {2 * stage.rank}-{2 * stage.rank + 1}" in text
-    assert sum(BLOCKS[name] in text for text in nodes.values()) == 1
+    assert sum(BLOCKS[name] in text and f"before {BLOCKS[name]}" not in text for text in nodes.values()) == 1
 
 
 def test_is_the_answer_proven(name, pictures):
