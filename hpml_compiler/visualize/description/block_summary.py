@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hpml_compiler.plans.schema import GraphPlan, OperationPlan, Redistribution
 from hpml_compiler.visualize.description.module_classes import ModuleClass, block_path
 from hpml_compiler.visualize.description.module_summaries import decided
 from hpml_compiler.visualize.description.placement_words import HEAVY_KINDS, Words, parameter_words, uses_of, value_words
-from hpml_compiler.visualize.description.saved_values import makers_of, saved_bytes, saved_in, short_name
+from hpml_compiler.visualize.description.saved_values import makers_of, saved_copies, saved_in, saved_results, short_name
 
 HEAVY, CHEAP, COLLECTIVE, OUTSIDE = "heavy", "cheap", "collective", "outside"
 MOST_STEPS = 300
@@ -162,11 +161,16 @@ class _BlockBuilder:
         """Add what each step saves and offloads."""
         path = self.each.blocks[0].path
         if self.kept is None:
-            saved = {name: nbytes for name, nbytes in saved_bytes(self.graph).items() if name in self.operations}
+            saved = {name: nbytes for name, nbytes in saved_results(self.graph).items() if name in self.operations}
             for name, nbytes in saved.items():
                 if name in self.home:
                     self.steps[self.home[name]].saved_bytes += nbytes
-            self.saved_bytes = sum(saved.values())
+            copies = [each for each in saved_copies(self.graph) if each[0].consumer in self.operations]
+            for move, nbytes in copies:
+                tail, last = self.home.get(move.value, f"outside {move.value}"), move.hops[-1]
+                if (step := self.steps.get(f"{tail} {last.collective} {last.axis} ")) is not None:
+                    step.saved_bytes += nbytes
+            self.saved_bytes = sum(saved.values()) + sum(nbytes for _, nbytes in copies)
             return
         own = [saved_in(values, path) for values in (self.kept.saved, self.kept.offloaded)]
         self.saved_bytes, self.offloaded_bytes = (sum(value.bytes for value in values.values()) for values in own)
@@ -184,7 +188,6 @@ class _BlockBuilder:
                     step.offloaded_bytes += (not is_saved) * value.bytes
 
     def _result_bytes(self, step: BlockStep) -> int:
-        """Bytes of what a collective gives."""
         return round(step.bytes / (self.graph.mesh[step.axis] if step.title.startswith("reduce_scatter") else 1))
 
     def _weight_title(self, name: str) -> str:
@@ -292,9 +295,3 @@ def _smaller(summary: BlockSummary) -> BlockSummary:
         summary.left_out_us += summary.steps.pop(identifier).us
         summary.left_out += 1
     return summary
-
-
-def named(classes: Mapping[str, ModuleClass] | list[ModuleClass], name: str) -> ModuleClass | None:
-    """The class with a name, or with a module of that path."""
-    each = list(classes.values()) if isinstance(classes, Mapping) else classes
-    return next((found for found in each if name == found.name or any(block.path == name for block in found.blocks)), None)

@@ -8,7 +8,7 @@ the class's, whichever layer is listed. With pipeline stages, a class belongs to
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpml_compiler.plans.pipeline_records import StagePlan
@@ -43,6 +43,11 @@ class ModuleClass:
     @property
     def parameters(self) -> dict[str, ParameterPlan]:
         return {name: each for block in self.blocks for name, each in block.parameters.items()}
+
+
+def named(classes: Sequence[ModuleClass], name: str) -> ModuleClass | None:
+    """The class with a name, or with a module of that path."""
+    return next((found for found in classes if name == found.name or any(block.path == name for block in found.blocks)), None)
 
 
 def block_path(module_path: str) -> str:

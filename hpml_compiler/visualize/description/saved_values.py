@@ -1,12 +1,16 @@
 """Values that are saved for backward, by the operation that owns their memory."""
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from hpml_compiler.plans.checkpointing_records import SavedValue
-from hpml_compiler.plans.schema import GraphPlan, OperationPlan
+from hpml_compiler.plans.record_fields import Placements
+from hpml_compiler.plans.schema import GraphPlan, OperationPlan, Redistribution
 from hpml_compiler.visualize.description.module_classes import block_path
+from passes.cost_model.efficiency_curves import item_bytes
 from passes.graph.placement_graph import block_class
 
 VIEWS = frozenset((
@@ -22,22 +26,84 @@ def short_name(operation: OperationPlan) -> str:
 
 
 def saved_bytes(graph: GraphPlan) -> dict[str, int]:
-    """Bytes that each forward operation saves on one device, for one run and one microbatch, where the partitioner chooses
-    them: a view that is saved keeps the memory of what it is a view of."""
-    root: dict[str, str] = {}
-    for name, operation in graph.operations.items():
-        is_view = short_name(operation) in VIEWS and bool(operation.sources)
-        root[name] = root.get(operation.sources[0], operation.sources[0]) if is_view else name
+    """Bytes that are saved on one device with each forward operation, for one run and one microbatch, where the partitioner
+    chooses them: of its results, and of copies that collectives make for it."""
+    found = dict(saved_results(graph))
+    for move, nbytes in saved_copies(graph):
+        found[move.consumer] = found.get(move.consumer, 0) + nbytes
+    return found
+
+
+def saved_results(graph: GraphPlan) -> dict[str, int]:
+    """Bytes of results that are saved, by operation: a view that is saved keeps the memory of what it is a view of. What
+    backward reads only as a copy in another placement is not kept itself."""
+    root = _roots(graph)
+    read = _read_by_backward(graph)
+    copied = {root.get(move.value, move.value) for move in read.copies}
     found: dict[str, int] = {}
     for name, operation in graph.operations.items():
         if operation.backward or not any(operation.saved):
             continue
         owner = graph.operations.get(root[name])
-        if owner is None:  # a parameter or an input
+        if owner is None or root[name] in copied - read.results:  # a parameter or an input; a copy
             continue
         own = zip(owner.result_bytes, owner.saved) if root[name] == name else ((size, True) for size in owner.result_bytes[:1])
         found[root[name]] = max(found.get(root[name], 0), sum(size for size, saved in own if saved))
     return {name: round(nbytes * _share(graph, name)) for name, nbytes in found.items()}
+
+
+def saved_copies(graph: GraphPlan) -> list[tuple[Redistribution, int]]:
+    """Redistributions of forward whose result backward reads, too, with the bytes of that; one for each reader."""
+    found: dict[tuple[str, Placements], tuple[Redistribution, int]] = {}
+    for move in _read_by_backward(graph).copies:
+        parts = math.prod(size for size, place in zip(graph.mesh.values(), move.target) if place.startswith("S"))
+        nbytes = math.prod(move.shape) * item_bytes(move.dtype) / parts
+        found.setdefault((move.consumer, move.target), (move, round(nbytes * _share(graph, move.value))))
+    return list(found.values())
+
+
+@dataclass
+class _BackwardReads:
+    """results: operations of forward; copies: results of its redistributions."""
+
+    results: set[str]
+    copies: list[Redistribution]
+
+
+def _read_by_backward(graph: GraphPlan) -> _BackwardReads:
+    into = {(move.value, move.consumer): move for move in graph.redistributions}
+    copies: dict[tuple[str, Placements], list[Redistribution]] = defaultdict(list)
+    for move in graph.redistributions:
+        made, reader = graph.operations.get(move.value), graph.operations.get(move.consumer)
+        if made is not None and reader is not None and not made.backward and not reader.backward and any(
+                hop.bytes for hop in move.hops):
+            copies[move.value, move.target].append(move)
+    found = _BackwardReads(set(), [])
+    for name, operation in graph.operations.items():
+        for source, placements in zip(operation.sources, operation.inputs) if operation.backward else ():
+            own = into.get((source, name))
+            placements = placements if own is None else own.source
+            while True:  # down the views to a copy or a result
+                made = graph.operations.get(source)
+                if made is None or made.backward:
+                    break
+                if (source, placements) in copies:
+                    found.copies += copies[source, placements]
+                    break
+                if short_name(made) not in VIEWS or not made.sources:
+                    found.results.add(source)
+                    break
+                source, placements = made.sources[0], made.inputs[0] if made.inputs else ()
+    return found
+
+
+def _roots(graph: GraphPlan) -> dict[str, str]:
+    """The operation, parameter or input that owns the memory of each result."""
+    root: dict[str, str] = {}
+    for name, operation in graph.operations.items():
+        is_view = short_name(operation) in VIEWS and bool(operation.sources)
+        root[name] = root.get(operation.sources[0], operation.sources[0]) if is_view else name
+    return root
 
 
 def _share(graph: GraphPlan, name: str) -> float:

@@ -66,8 +66,9 @@ def _draw_step(drawing: graphviz.Digraph, identifier: str, step: BlockStep, foun
     text = "\n".join([step.title, f"{step.us:.3f} us, {step.bytes:.0f} bytes", *step.operators[:40]])
     if step.kind == COLLECTIVE:
         color = axis_colors(found.mesh).get(step.axis, "#444444")
+        saved = f"<br/>{font(f'saved {format_bytes(step.saved_bytes)}', '#256b36')}" if step.saved_bytes else ""
         label = (f"<{font(f'{step.title} over {step.axis}', color, bold=True)}<br/>"
-                 f"{font(f'{format_bytes(step.bytes)}, {format_us(step.us)}', color)}>")
+                 f"{font(f'{format_bytes(step.bytes)}, {format_us(step.us)}', color)}{saved}>")
         drawing.node(identifier, label, shape="ellipse", color=color, penwidth="1.6", style="filled", fillcolor="#ffffff",
                      tooltip=tooltip(text))
         return

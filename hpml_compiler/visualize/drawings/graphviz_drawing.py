@@ -9,9 +9,9 @@ import graphviz
 
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.schema import GraphPlan
-from hpml_compiler.visualize.description.block_summary import block_summary, named
+from hpml_compiler.visualize.description.block_summary import block_summary
 from hpml_compiler.visualize.description.describe_plan import describe
-from hpml_compiler.visualize.description.module_classes import ModuleClass, module_classes
+from hpml_compiler.visualize.description.module_classes import ModuleClass, module_classes, named
 from hpml_compiler.visualize.drawings.block_drawing import draw_block
 from hpml_compiler.visualize.drawings.operators_drawing import draw_operators, unknown_module
 from hpml_compiler.visualize.drawings.overview_drawing import overview

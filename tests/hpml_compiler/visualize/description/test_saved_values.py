@@ -5,6 +5,7 @@ import pytest
 
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan, OffloadedValue, PeakRecord, SavedValue
 from hpml_compiler.plans.pipeline_records import MicrobatchPlan
+from hpml_compiler.plans.schema import HopPlan, Redistribution
 from hpml_compiler.visualize.description.block_summary import block_summary
 from hpml_compiler.visualize.description.describe_plan import describe_step
 from hpml_compiler.visualize.description.module_classes import module_classes
@@ -34,6 +35,23 @@ def test_a_saved_view_keeps_the_memory_of_what_it_is_a_view_of_once():
     times = MicrobatchPlan(count=2, share=1.0, before=("gelu_0",))
     assert saved_bytes(graph.model_copy(update={"microbatches": times})) == {"fc_0": 50, "gelu_0": 30}
     assert sum(each.saved_bytes for each in describe_step(graph).modules) == 130
+
+
+def test_what_backward_reads_as_a_gathered_copy_is_saved_so():
+    graph = with_sizes(gpt_graph(1), ln_0=((4096,), (True,)), fc_0=((100,), (True,)))
+    whole = ("S(0)", "R")
+    gather = HopPlan(collective="all_gather", axis="tp", bytes=16384, predicted_us=5.0)
+    move = Redistribution(value="ln_0", shape=(8, 16, 64), dtype="float32", consumer="fc_0", source=("S(0)", "S(1)"),
+                          target=whole, hops=[gather])
+    back = operation("aten.mm", "h.0.fc", "back", [whole, ["S(0)", "S(2)"]], [["P", "S(0)"]], 1.0, ["ln_0", "fc_0"],
+                     backward=True)
+    graph = graph.model_copy(update={"operations": graph.operations | {"back": back},
+                                     "redistributions": (*graph.redistributions, move)})
+    assert saved_bytes(graph) == {"fc_0": 100 + 8 * 16 * 64 * 4 // 2}  # no copy of ln_0 as it was made
+    found = block_summary(graph, module_classes(graph)[1])
+    saved = {step.title: step.saved_bytes for step in found.steps.values() if step.saved_bytes}
+    assert saved == {"all_gather": 16384, "fc 256 x 64": 100} and found.saved_bytes == 16484
+    assert "saved 16.0 KiB" in gpt_plan(1).model_copy(update={"graphs": (graph,)}).graphviz(view="block", block="h.0").source
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "vit"])
