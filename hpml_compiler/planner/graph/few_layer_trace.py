@@ -74,12 +74,12 @@ class FewLayerTrace:
     def of_all_layers(self, record: GraphPlan) -> GraphPlan:
         """The plan with parameters of all layers: those of untraced layers are placed as those of the last traced one."""
         known = record.parameters
-        templates = {name: name if name in known else self._of_traced_layer(name) for name in self.parameters}
+        templates = {name: name if name in known else self.of_traced_layer(name) for name in self.parameters}
         complete = {name: known[template] for name, template in templates.items() if template in known}
         return record.model_copy(update={"parameters": {**known, **complete}})
 
-    def _of_traced_layer(self, name: str) -> str:
-        """Name of the parameter in the last traced layer that corresponds to one of any layer."""
+    def of_traced_layer(self, name: str) -> str:
+        """Name of the parameter in the last traced layer that corresponds to one of any layer; others keep theirs."""
         for path in self.lists:
             if name.startswith(f"{path}."):
                 _, _, rest = name.removeprefix(f"{path}.").partition(".")

@@ -26,13 +26,14 @@ SHARES = (0.0, 1.0, 0.25, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class CutResult:
-    """The plan of a pipeline. peaks: bytes of each rank. owners: ranks of the parameters that one rank
-    has alone, by name in the graph; None where traced layers stand for those of all ranks. fullest: see `MakesPlan`."""
+    """The plan of a pipeline. peaks: bytes of each rank. owned: for each rank, how many parameters of the model each parameter
+    of the graph stands for; copies: the same over all ranks, None where each is one. fullest: see `MakesPlan`."""
 
     record: GraphPlan
     stages: StageAssignment
     peaks: Sequence[int]
-    owners: Mapping[str, int] | None
+    owned: Sequence[Mapping[str, int]]
+    copies: Mapping[str, int] | None = None
     fullest: GraphMemory | None = None
 
     @property
@@ -98,17 +99,18 @@ class StageGathers:
                 if peak > self.limit or again]
 
     def _groups(self, found: CutResult) -> dict[int, list[ParameterGroup]]:
-        """The groups of each rank: its part of those with a choice."""
-        if found.owners is None:
-            return dict.fromkeys(range(len(found.peaks)), self.choice.groups)
+        """The groups of each rank: its part of those with a choice. A traced layer stands for layers of all ranks, which repeat
+        the same collectives then."""
         of_ranks: dict[int, list[ParameterGroup]] = {}
         for group in self.choice.groups:
-            for rank in range(len(found.peaks)):
-                names = tuple(name for name in group.names if found.owners.get(name) == rank)
+            total = len(group.names) if found.copies is None else sum(found.copies[name] for name in group.names)
+            for rank, own in enumerate(found.owned):
+                names = tuple(name for name in group.names if own.get(name))
                 if names:
-                    part = len(names) / len(group.names)
-                    of_ranks.setdefault(rank, []).append(
-                        replace(group, names=names, us=part * group.us, nbytes=part * group.nbytes))
+                    part = sum(own[name] for name in names) / total
+                    of_ranks.setdefault(rank, []).append(replace(
+                        group, names=names if found.copies is None else group.names, us=part * group.us,
+                        nbytes=part * group.nbytes))
         return of_ranks
 
     def _cheapest(self, groups: Sequence[ParameterGroup], nbytes: float) -> list[ParameterGroup]:

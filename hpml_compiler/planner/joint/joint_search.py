@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpml_compiler.plan_api.model_plan import Plan
@@ -22,7 +22,7 @@ from hpml_compiler.planner.offline_planner import plan_candidate
 from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
-from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
+from hpml_compiler.plans.schema import MeshAttempt
 from hpml_compiler.simulate.plan_prices import PlannedPrices
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from hpml_compiler.simulate.simulator import simulate
@@ -34,6 +34,7 @@ from passes.graph.step_phase import FORWARD
 from passes.hardware.cluster import Cluster
 from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.sharding.oracle.memory_model import MemoryModel
+from passes.simulation.step_graph import StepGraph
 from passes.solver.work_limit import WorkLimit
 
 log = logging.getLogger("hpml")
@@ -212,12 +213,13 @@ class JointSearch:
             return None
         record, trained = planned.record, sum(self.traces.trained.values())
         largest = max((nbytes for each in record.operations.values() for nbytes in each.result_bytes), default=0)
-        layers_us, forward_us = _layers_us(record, () if folded is None else folded.lists)
+        step = step_graph(record, PlannedPrices(record))
+        layers_us, forward_us = _layers_us(step, () if folded is None else folded.lists)
         return StageCost(
             mesh, record.predicted.step_time_us, record.solver.bound or 0.0,
             (2 + options.resident_states) * trained / cluster.world_size, float(record.memory.activations), float(largest),
-            self._output_bytes() / math.prod(mesh.values()), _parameter_us(record), record.predicted.compute_us, trained,
-            layers_us, forward_us / layers_us if layers_us else 0.0)
+            self._output_bytes() / math.prod(mesh.values()), _parameter_us(step, record.parameters),
+            record.predicted.compute_us, trained, layers_us, forward_us / layers_us if layers_us else 0.0)
 
     def _output_bytes(self) -> float:
         graph = self.annotated.graph
@@ -248,14 +250,12 @@ class JointSearch:
         return error
 
 
-def _parameter_us(record: GraphPlan) -> float:
+def _parameter_us(step: StepGraph, parameters: Collection[str]) -> float:
     """Time of communication of parameters and their gradients."""
-    legs = step_graph(record, PlannedPrices(record)).legs
-    return sum(leg.multiplicity * hop.us for leg in legs if leg.gradient or leg.value in record.parameters for hop in leg.hops)
+    return sum(leg.multiplicity * hop.us for leg in step.legs if leg.gradient or leg.value in parameters for hop in leg.hops)
 
 
-def _layers_us(record: GraphPlan, lists: Sequence[str]) -> tuple[float, float]:
+def _layers_us(step: StepGraph, lists: Sequence[str]) -> tuple[float, float]:
     """Computation of all repeated layers, and of their forward."""
-    calls = [call for call in step_graph(record, PlannedPrices(record)).calls
-             if any(call.block.startswith(f"{path}.") for path in lists)]
+    calls = [call for call in step.calls if any(call.block.startswith(f"{path}.") for path in lists)]
     return sum(call.runs * call.us for call in calls), sum(call.runs * call.us for call in calls if call.phase == FORWARD)

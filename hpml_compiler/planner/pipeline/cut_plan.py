@@ -5,7 +5,8 @@ The graph is prepared as a run does it until its stages are known, for a rank of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -131,7 +132,10 @@ class CutPlan(MakesPlan):
         made = PipelinePlanBuilder(traced.gm, traced.inputs, step.outputs, step.options, step.cluster, self.times, planned,
                                    checkpointing, kept, halves, repeats)
         record = made.plan(step.name, gm, staged, table)
-        return CutResult(record, staged.stages, _peaks(record, made.memory(table)), checkpointing.owners, fullest)
+        owned: list[dict[str, int]] = [{} for _ in table.actions]
+        for name, rank in checkpointing.owners.items():
+            owned[rank][name] = 1
+        return CutResult(record, staged.stages, _peaks(record, made.memory(table)), owned, fullest=fullest)
 
 
 class FoldedCutPlan(MakesPlan):
@@ -169,7 +173,13 @@ class FoldedCutPlan(MakesPlan):
         record = with_pipeline(record, stages.parts(costs, layers, kept), table,
                                mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}, step.cluster, states, memory)
         most = fullest_of(fullest) if checkpointing.budgeted else None
-        return CutResult(record, costs.staged.stages, _peaks(record, memory), None, most)
+        owned = [self._copies(stages.reads_of(rank)) for rank in range(len(table.actions))]
+        return CutResult(record, costs.staged.stages, _peaks(record, memory), owned, self._copies(folded.parameters), most)
+
+    def _copies(self, parameters: Iterable[str]) -> dict[str, int]:
+        """How many of these parameters of the model each parameter of the graph stands for: those of equal layers."""
+        counts = Counter(map(self.folded.of_traced_layer, parameters))
+        return {name: counts[self.folded.of_traced_layer(path)] for name, path in self.step.annotated.interface.names.items()}
 
     def __call__(self, planned: PlanResult | None) -> GraphPlan:
         record = super().__call__(planned)

@@ -8,6 +8,7 @@ from torch import nn
 import hpml_compiler
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.planner.graph.stage_gathers import StageGathers
 
 LAYERS = 8
 
@@ -102,3 +103,21 @@ def test_layers_of_an_encoder_and_of_a_decoder():
         assert layers_of(a) == layers_of(b)
         assert sorted(s.bytes for s in a.sends) == sorted(s.bytes for s in b.sends)
     assert short.predicted.step_time_us == pytest.approx(long.predicted.step_time_us, rel=0.05)
+
+
+def test_a_rank_gathers_the_parameters_of_its_own_layers(monkeypatch):
+    """Bytes that a rank frees by gathering in each microbatch, or by reducing in each."""
+    found = []
+
+    def spying(self):
+        cut = self.cut(self.choice.pinned)
+        groups = self._groups(cut)
+        found.append([(sum(g.nbytes for g in groups[rank] if not g.reduces), sum(g.nbytes for g in groups[rank] if g.reduces))
+                      for rank in range(len(cut.peaks))])
+        return cut
+
+    monkeypatch.setattr(StageGathers, "found", spying)
+    for whole in (False, True):
+        planned(gpt(), mesh={"pp": 2, "dp": 2}, zero=3, trace_all_layers=whole)
+    short, long = found
+    assert all(a == pytest.approx(b, rel=0.02) and min(b) > 0 for a, b in zip(short, long, strict=True))
