@@ -58,7 +58,7 @@ class LossOfScript:
 
         leaf.__name__ = self.name
         if self.options.stage_ranks > 1:
-            log.info("%s returns no loss, so its first steps run as GPipe: once the script's loss is known, it is part of the "
+            log.info("%s returns no loss, so its first step runs as GPipe: once the script's loss is known, it is part of the "
                      "schedule", leaf.__name__)
         wholes: list[str] = []
         memory = LossMemory(self.name, call, leaf, functools.partial(self._compiled, leaf, wholes), wholes)
@@ -69,7 +69,8 @@ class LossOfScript:
             if not memory.can_wait(args):
                 return call(*args)
             if memory.first is None:
-                return memory.look(args)
+                results = memory.look(args)
+                return results if memory.first is None else StepCalls(memory, memory.first, args, results).outputs(StepOutput)
             if memory.to_agree:
                 memory.agree()
             if memory.stopped:

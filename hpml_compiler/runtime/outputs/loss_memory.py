@@ -1,9 +1,8 @@
 """Memory of what a script does with the outputs of one compiled graph, up to the loss that backward starts from.
 
-The first call of the graph runs as it comes. In the second, what the script computes from its outputs is noted while it is
-computed (`StepCalls.learn`). From the third on, the graph waits for these calls, and runs with them as one graph, the loss
-inside. A call that was not seen before ends the waiting: the graph runs alone, and the new calls are noted. All ranks agree on
-what they have noted before the next call.
+In the first call of the graph, what the script computes from its outputs is noted while it is computed. From the second on, the
+graph waits for these calls, and runs with them as one graph, the loss inside. A call that was not seen before ends the waiting:
+the graph runs alone, and the new calls are noted. All ranks agree on what they have noted before the next call.
 """
 from __future__ import annotations
 
@@ -173,7 +172,7 @@ class LossMemory:
             return "backward starts from something else than a loss"
         if any(k not in chain and count <= loss for k, count in calls.reads):
             return "the script reads an output before its loss"
-        if calls.states and not all(map(torch.equal, calls.states, generator_states())):
+        if self.draws and not all(map(torch.equal, calls.states, generator_states())):
             return "random numbers are drawn between its call and its loss"
         needed = {ref.index for each in call.path() for ref in refs_in((each.args, each.kwargs))} & calls.inputs.keys()
         if any(version_of(calls.inputs[k]) != calls.versions[k] for k in needed):
@@ -189,9 +188,9 @@ class LossMemory:
             return False
         return recordable_now()
 
-    def look(self, args: Sequence[Any]) -> Any:
-        """The first call, which shows what the graph returns and does."""
-        versions = [version_of(x) for x in args]
+    def look(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The results of the first call, which shows what the graph returns and does."""
+        versions, before = [version_of(x) for x in args], generator_states()
         results = self.run(*args)
         mine = _obstacle(args, versions, results)
         if reason := next(filter(None, from_all_ranks(mine)), ""):  # a rank sees those of its own stages
@@ -204,6 +203,7 @@ class LossMemory:
         root = RecordedCall()
         self.first = RecordedCall(root, self._run, self.leaf, tuple(map(Ref, range(count))), {}, self.values, numbers,
                                   frozenset(numbers), compat.pytree.tree_flatten([0] * len(numbers))[1])
+        self.draws, self.to_agree = not all(map(torch.equal, before, generator_states())), True
         return results
 
     def _run(self, *args: Any) -> list[Any]:

@@ -28,15 +28,16 @@ from passes.session_state import state_of
 
 class StepCalls(CallRecord):
     """The calls after one call of a graph. known: values that were computed, by number; None while the graph waits. loss: the
-    call that computed the loss, with which known values have no gradient."""
+    call that computed the loss, with which known values have no gradient. results: of the graph, if it has run."""
 
-    def __init__(self, memory: LossMemory, first: RecordedCall, args: Sequence[Any]) -> None:
+    def __init__(self, memory: LossMemory, first: RecordedCall, args: Sequence[Any],
+                 results: Sequence[Any] | None = None) -> None:
         super().__init__(first, Modes(memory.values[-1].fake.device.type), "", state_of(AllRecords).fakes)
         self.memory, self.values = memory, list(memory.values)
         self.inputs = dict(enumerate(args))
         self._numbers = {values_key(x): k for k, x in self.inputs.items()}
         self.versions: dict[int, int] = {}
-        self.known: dict[int, Any] | None = None
+        self.known: dict[int, Any] | None = None if results is None else dict(zip(first.results, results, strict=True))
         self.loss: RecordedCall | None = None
         self.is_closed = False
         self.states = generator_states() if memory.draws else []

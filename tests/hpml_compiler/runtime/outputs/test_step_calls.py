@@ -315,7 +315,7 @@ def run_rest(rank):
     call = torch.compile(model, backend="hpml", options=options)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loop = Loop(plain, call, model, rank)
-    loop.run(3)
+    loop.run(2)
     memory = state_of(LossMemories)[-1]
     assert memory.losses and hpml_compiler.last_plan().graphs[-1].name != memory.name
 
