@@ -76,6 +76,10 @@ def _head(found: PlanDescription) -> Iterator[str]:
         bound = "" if step.bound is None else f", bound {format_objective(step.bound, step.objective)}"
         gap = "" if step.gap is None else f", gap {step.gap:.2%}"
         yield f"<br>{text(step.name)} ({text(step.status)}{bound}{gap}): {text(parts)}"
+        if step.loss:
+            yield f"<br>the loss is computed {text(step.loss)}"
+        for each in step.outputs:
+            yield f"<br>returns {text(each)}"
         if step.not_split:
             yield f"<br>{text(step.not_split)}"
     share = found.memory_share

@@ -110,6 +110,8 @@ def _step(step: StepSummary, graph: GraphPlan, found: PlanDescription, width: in
         yield labelled("microbatches", describe_microbatches(graph.microbatches, graph.parameters))
     if step.loss and (graph.loss_chunks is None or graph.loss_chunks.count > 1 or "loss_chunks" in found.options):
         yield labelled("loss", step.loss)
+    for each in step.outputs:
+        yield labelled("returns", str(each))
     one = len(found.steps) == 1
     yield labelled("per device", describe_memory(graph.memory, graph.at_peak) + (_of_limit(found) if one else ""))
     yield labelled("collectives", format_collectives(graph.collectives) or "none")

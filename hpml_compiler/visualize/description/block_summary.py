@@ -161,11 +161,12 @@ class _BlockBuilder:
         """Add what each step saves and offloads."""
         path = self.each.blocks[0].path
         if self.kept is None:
-            saved = {name: nbytes for name, nbytes in saved_results(self.graph).items() if name in self.operations}
+            own = self.each.blocks[0].operations
+            saved = {name: nbytes for name, nbytes in saved_results(self.graph).items() if name in own}
             for name, nbytes in saved.items():
                 if name in self.home:
                     self.steps[self.home[name]].saved_bytes += nbytes
-            copies = [each for each in saved_copies(self.graph) if each[0].consumer in self.operations]
+            copies = [each for each in saved_copies(self.graph) if each[0].consumer in own]
             for move, nbytes in copies:
                 tail, last = self.home.get(move.value, f"outside {move.value}"), move.hops[-1]
                 if (step := self.steps.get(f"{tail} {last.collective} {last.axis} ")) is not None:

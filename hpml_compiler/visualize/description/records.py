@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpml_compiler.visualize.description.placement_words import Words
+from hpml_compiler.visualize.description.placement_words import Words, dims_text, words_text
 
 COMPUTE, COMMUNICATION, RECOMPUTE, OPTIMIZER, OVERHEAD, WAITING = (
     "compute", "communication", "recomputation and offloading", "optimizer", "call overhead", "waiting for other stages")
@@ -144,6 +144,10 @@ class OutputSummary:
     dims: str
     words: Words
     bytes: int
+
+    def __str__(self) -> str:
+        shape, split = dims_text(self.dims) or self.value, words_text(self.words)
+        return f"{shape} of {self.module} split ({split}), gathered only if it is read"
 
 
 @dataclass(frozen=True)

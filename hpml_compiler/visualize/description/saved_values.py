@@ -36,13 +36,14 @@ def saved_bytes(graph: GraphPlan) -> dict[str, int]:
 
 def saved_results(graph: GraphPlan) -> dict[str, int]:
     """Bytes of results that are saved, by operation: a view that is saved keeps the memory of what it is a view of. What
-    backward reads only as a copy in another placement is not kept itself."""
+    backward reads only as a copy in another placement is not kept itself. Operations that are listed in backward may be saved
+    as well: forward computes an equal value, such as normalized rows."""
     root = _roots(graph)
     read = _read_by_backward(graph)
     copied = {root.get(move.value, move.value) for move in read.copies}
     found: dict[str, int] = {}
     for name, operation in graph.operations.items():
-        if operation.backward or not any(operation.saved):
+        if not any(operation.saved) or operation.backward and root[name] != name:
             continue
         owner = graph.operations.get(root[name])
         if owner is None or root[name] in copied - read.results:  # a parameter or an input; a copy

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import graphviz
 
 from hpml_compiler.visualize.description.describe_plan import modules_of
-from hpml_compiler.visualize.description.placement_words import dims_text, words_text
+from hpml_compiler.visualize.description.placement_words import dims_text
 from hpml_compiler.visualize.description.records import (
     COMMUNICATION,
     COMPUTE,
@@ -89,9 +89,7 @@ def _step_lines(step: StepSummary, alone: bool) -> list[str]:
     if step.loss and not step.loss.startswith("at once"):
         lines += textwrap.wrap(f"the loss is computed {step.loss}", LINE)
     for each in step.outputs:
-        shape = dims_text(each.dims) or each.value
-        text = f"returns {shape} of {each.module} split ({words_text(each.words)}), gathered only if it is read"
-        lines += textwrap.wrap(text, LINE)
+        lines += textwrap.wrap(f"returns {each}", LINE)
     return [font(line) for line in (*lines, *textwrap.wrap(step.not_split, LINE))]
 
 

@@ -49,7 +49,7 @@ def test_a_click_finds_the_block_of_each_costly_module():
 
 @needs_dot
 def test_names_are_text_and_nothing_is_loaded():
-    odd = '</script><img src=http://x onerror=alert(1)>"'
+    odd = '</script><img src=http://x onerror=alert(1)>"&\n' + "y" * 300
     graph = gpt_graph(1)
     extra = operation("aten.odd", odd, 9, [], [["S(0)", "R"]], 1e6, ["add_0"])
     parts = {"operations": graph.operations | {odd: extra},

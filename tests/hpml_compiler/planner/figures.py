@@ -88,6 +88,9 @@ def _description(plan: Plan, played, table: str) -> None:
             assert (each.compute_us > 0) == any(graph.operations[name].predicted_us for name in runs), each.name
         if graph.pipeline is None:
             _adds_up(step.modules, graph.predicted.compute_us, graph.predicted.communication_us)
+            if graph.microbatches is None and len(plan.step_graphs) == 1:  # else results of earlier microbatches are there, too
+                saved = sum(each.saved_bytes + each.offloaded_bytes for each in step.modules)
+                assert found.memory.get("saved", 0) <= saved * 1.01, "modules save what is in memory at the peak"
             continue
         ranks = graph.pipeline.ranks
         for stage in step.stages:

@@ -32,6 +32,9 @@ def test_a_saved_view_keeps_the_memory_of_what_it_is_a_view_of_once():
     graph = with_sizes(graph.model_copy(update={"operations": graph.operations | views}), fc_0=((100,), (False,)),
                        flat=((100,), (True,)), twice=((100,), (True,)), weight=((7,), (True,)), gelu_0=((30, 5), (True, False)))
     assert saved_bytes(graph) == {"fc_0": 100, "gelu_0": 30}
+    again = with_sizes(graph, proj_grad_0=((9,), (True,)))  # forward computes what is listed in backward
+    assert saved_bytes(again) == {"fc_0": 100, "gelu_0": 30, "proj_grad_0": 9}
+    assert block_summary(again, module_classes(again)[1]).saved_bytes == 139
     times = MicrobatchPlan(count=2, share=1.0, before=("gelu_0",))
     assert saved_bytes(graph.model_copy(update={"microbatches": times})) == {"fc_0": 50, "gelu_0": 30}
     assert sum(each.saved_bytes for each in describe_step(graph).modules) == 130

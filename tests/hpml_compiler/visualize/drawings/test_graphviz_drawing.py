@@ -191,9 +191,10 @@ def test_overview_says_how_modules_are_split_what_they_cost_and_what_is_read():
 def test_overview_says_in_how_many_chunks_the_loss_is_and_what_is_returned_split():
     made = {"loss_chunks": LossChunksPlan(count=8, head="head"), "outputs": {"head": ("S(0)", "R")}}
     graph = gpt_graph(2).model_copy(update=made)
-    source = gpt_plan(2).model_copy(update={"graphs": (graph,)}).graphviz().source
-    assert "the loss is computed in 8 chunks of rows, from head on" in source
-    assert "returns 8 x 16 x 64 of (root) split (dp: batch), gathered only if it is read" in source
+    plan = gpt_plan(2).model_copy(update={"graphs": (graph,)})
+    source, table = plan.graphviz().source, plan.table(200)
+    assert "the loss is computed in 8 chunks of rows, from head on" in source and "in 8 chunks of rows, from head on" in table
+    assert all("8 x 16 x 64 of (root) split (dp: batch), gathered only if it is read" in text for text in (source, table))
 
 
 def test_what_does_not_fit_is_red_and_said():
