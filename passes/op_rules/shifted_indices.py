@@ -36,16 +36,21 @@ def whole_size(call: LocalCall) -> int:
     return call.rule.sizes[letter]
 
 
+def from_start(call: LocalCall, insert: Insert, index: Node) -> Node:
+    """Index counted from the start of this rank's range: negative, or at least its size, where it lies outside."""
+    own = range_of(call)
+    if call.at_run_time:
+        return insert(aten.sub.Tensor, index, own.asked(insert, index.meta["val"].device))
+    return own.marked(insert(aten.sub.Tensor, index, own.first))
+
+
 def shifted(call: LocalCall, insert: Insert, index: Node, wraps: bool = False) -> tuple[Node, Node]:
     """(index shifted into this rank's range, or 0; whether it lies there). `wraps`: negative ones count from the end."""
     own = range_of(call)
     if wraps:
         end = insert(aten.add.Tensor, index, whole_size(call))
         index = insert(aten.where.self, insert(aten.lt.Scalar, index, 0), end, index)
-    if call.at_run_time:
-        moved = insert(aten.sub.Tensor, index, own.asked(insert, index.meta["val"].device))
-    else:
-        moved = own.marked(insert(aten.sub.Tensor, index, own.first))
+    moved = from_start(call, insert, index)
     valid = insert(aten.bitwise_and.Tensor, insert(aten.ge.Scalar, moved, 0), insert(aten.lt.Scalar, moved, own.count))
     return insert(aten.mul.Tensor, moved, valid), valid
 

@@ -16,6 +16,7 @@ from passes.op_rules.local_call import Insert, LocalCall
 from passes.op_rules.rule_table import rule
 from passes.op_rules.shifted_indices import (
     before,
+    from_start,
     if_split,
     masked,
     masked_index,
@@ -113,8 +114,27 @@ def _local_scatter(call: LocalCall, insert: Insert) -> Node:
     return insert(aten.slice.Tensor, scattered, dim, 0, count)
 
 
-rule(aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.scatter_reduce.two, aten.index_add.default,
-     local=_local_scatter)
+@if_split
+def _local_scatter_value(call: LocalCall, insert: Insert) -> Node:
+    """With one index for each place of the other dims, as in the gradient of a cross entropy, positions are compared with it:
+    that fuses with what reads the result, which is then never stored (inductor does the same for dims that are not split)."""
+    table, dim, index, value = call.args
+    shape, index_shape = list(table.meta["val"].shape), list(index.meta["val"].shape)
+    dim %= len(shape)
+    shape[dim] = 1
+    if index_shape != shape:
+        return _local_scatter(call, insert)
+    kind = {"dtype": index.meta["val"].dtype, "device": index.meta["val"].device}
+    count = range_of(call).count
+    places = insert(aten.arange.start_step, 0, count, 1, **kind)
+    places = insert(aten.view.default, places, [count if d == dim else 1 for d in range(len(shape))])
+    here = insert(aten.eq.Tensor, from_start(call, insert, index), places)
+    written = insert(aten.full.default, [], value, dtype=table.meta["val"].dtype, device=table.meta["val"].device)
+    return insert(aten.where.self, here, written, table)
+
+
+rule(aten.scatter.value, local=_local_scatter_value)
+rule(aten.scatter.src, aten.scatter_add.default, aten.scatter_reduce.two, aten.index_add.default, local=_local_scatter)
 
 
 def _scatter(call: Call, adds: bool, linear: bool) -> Rule:

@@ -106,6 +106,9 @@ PUT = [
 SCATTER = [
     sample(aten.scatter.value, f(8, 12), 1, i(12, 8, 3), 2.5, expect="S(0) S(0) -> S(0); S(1) R -> S(1)"),
     sample(aten.scatter.value, f(8, 12), 0, i(8, 3, 12), 2.5, expect="S(1) S(1) -> S(1); S(0) R -> S(0)"),
+    sample(aten.scatter.value, f(8, 12), 1, i(12, 8, 1), 2.5, expect="S(0) S(0) -> S(0); S(1) R -> S(1)"),
+    sample(aten.scatter.value, f(12, 4, 6), -3, i(12, 1, 4, 6), -1.0,
+           expect="S(0) R -> S(0); S(1) S(1) -> S(1); S(2) S(2) -> S(2)"),
     sample(aten.scatter.src, f(12, 8), 0, torch.stack([permutation(12)[:6] for _ in range(8)], 1), f(6, 8),
            expect="S(0) R R -> S(0); S(1) S(1) S(1) -> S(1); P R P -> P"),
     sample(aten.scatter.src, f(12, 8), 1, torch.stack([permutation(8)[:4] for _ in range(12)]), f(12, 6),
