@@ -9,12 +9,12 @@ import torch
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.graph_compiler import GraphCompiler
-from hpml_compiler.compile.inputs.fixed_sizes import with_fixed_sizes
+from hpml_compiler.compile.inputs.fixed_sizes import may_fix_sizes, with_fixed_sizes
 from hpml_compiler.compile.inputs.unsupported_graphs import check_supported, warn_of_reentrant_checkpoints
 from hpml_compiler.compile.recompile_limit import note_function
 from hpml_compiler.compile.single_device import compile_single_device
 from hpml_compiler.compile.wrapper.deferred_outputs import with_outputs_of_ranks
-from hpml_compiler.compile.wrapper.loss_of_script import LossOfScript
+from hpml_compiler.compile.wrapper.loss_of_script import LossOfScript, frees_memory
 from hpml_compiler.compile.wrapper.runtime_wrapper import for_calls_on_outputs
 from hpml_compiler.integrations.ddp_fsdp_guard import refuse_other_wrappers, watch_compiled_modules
 from hpml_compiler.monitor import tensorboard_scalars
@@ -53,7 +53,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
 def _compiled(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool, world: int) -> Callable[..., Any]:
     warn_of_reentrant_checkpoints(gm, example_inputs)
     if world == 1:
-        return compile_single_device(gm, example_inputs, options)
+        return _on_one_device(gm, example_inputs, options)
     refuse_other_wrappers(example_inputs)
     heartbeat.start()
     with activity(f"compiling {session.current().next_name()}"):
@@ -61,6 +61,18 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], options: Options, 
         check_supported(gm)
         note_function()
         return with_fixed_sizes(gm, example_inputs, functools.partial(_on_ranks, options=options, defers=defers))
+
+
+def _on_one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """Sizes become numbers where the script's loss may be part of the step, for the first few of them."""
+    def compile_(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        waits = LossOfScript(graph, given, options, compile_graph)
+        return waits.around(compile_single_device(graph, given, options))
+
+    if not any(isinstance(x, torch.SymInt) for x in example_inputs) or not torch.is_grad_enabled() or not (
+            options.shards_outputs and frees_memory(gm, options) and may_fix_sizes(gm)):
+        return compile_(gm, example_inputs)
+    return with_fixed_sizes(gm, example_inputs, compile_)
 
 
 def _on_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool) -> Callable[..., Any]:

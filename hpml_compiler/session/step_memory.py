@@ -22,10 +22,12 @@ from passes.checkpointing.checkpoint_keys import CheckpointDecision
 @dataclass
 class StepGraphs:
     """Graphs of a step under a memory budget. graphs: memory of each by frame, in the order of first compilation. met: the
-    frame in which each parameter was first seen."""
+    frame in which each parameter was first seen. stands_for: the frame of a graph with the loss -> that of the graph that it
+    replaces."""
 
     graphs: dict[str, GraphMemory] = field(default_factory=dict)
     met: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    stands_for: dict[str, str] = field(default_factory=dict)
 
     def enter(self, sharing: StepContext, mine: GraphMemory, kept: CheckpointDecision) -> GraphMemory:
         """Record the memory and saved activations of a graph for the graphs compiled after it; returns the record."""
@@ -38,6 +40,7 @@ def step_context(step: StepGraphs, gm: GraphModule, inputs: Iterable[object], op
     """The `StepContext` of a graph, with the optimizer of its parameters or, before it exists, the one in the options."""
     frame = compat.frame_being_compiled()
     name = compat.function_being_compiled() if frame else "the graph"
+    frame = step.stands_for.get(frame, frame)
     parameters = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
     own = [each for each in parameters if step.met.setdefault(each, frame) == frame]
     found = optimizer_lookup.optimizer_of(parameters) or optimizer_lookup.optimizer_of(list(step.met))

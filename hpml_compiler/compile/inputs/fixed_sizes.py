@@ -5,6 +5,7 @@ asks for fixed sizes (outputs that stay sharded, the script's loss in the step, 
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,26 @@ from hpml_compiler.compile.inputs.graph_inputs import guard_on_rows, sizes_are_n
 from passes import compat
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
+from passes.session_state import state_of
 
+MOST_FIXED = 2
+"""Graphs of a frame compiled for fixed sizes on one device: for the last batch of an epoch, not for each length of a text."""
 Call = Callable[..., Any]
+
+
+class FixedSizes(Counter[str]):
+    """Graphs of symbolic sizes that were compiled for fixed ones on one device, by frame."""
+
+    is_of_models = True
+
+
+def may_fix_sizes(gm: GraphModule) -> bool:
+    """True if the sizes of one more graph of this frame may become numbers on one device. Counts it."""
+    counts, frame = state_of(FixedSizes), compat.frame_being_compiled()
+    if counts[frame] >= MOST_FIXED or compat.asks_for_dynamic_sizes(gm):
+        return False
+    counts[frame] += 1
+    return True
 
 
 def with_fixed_sizes(gm: GraphModule, given: Sequence[Any], compile_: Callable[[GraphModule, Sequence[Any]], Call]) -> Call:

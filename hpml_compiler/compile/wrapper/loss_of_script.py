@@ -18,11 +18,13 @@ from hpml_compiler.runtime.outputs.record import SMALL_BYTES
 from hpml_compiler.runtime.outputs.recorded_call import CompiledRecords
 from hpml_compiler.runtime.outputs.step_calls import StepCalls
 from hpml_compiler.runtime.outputs.step_output import StepOutput
+from hpml_compiler.runtime.process.world_group import world_size
 from hpml_compiler.session import session
 from passes import compat
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
 from passes.session_state import state_of
+from passes.transforms.loss_chunks.loss_outside import chunks_may_pay
 from passes.transforms.outputs.inline_graph import inline_graph
 
 log = logging.getLogger("hpml")
@@ -35,7 +37,7 @@ class LossOfScript:
 
     def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options, compile_graph: Call) -> None:
         self.options, self.compile_graph = options, compile_graph
-        self.name = session.current().next_name()
+        self.name, self.frame = session.current().next_name(), compat.frame_being_compiled()
         shared = [vars(x)["shared"] for x in given if isinstance(x, LazyOutput) and "shared" in vars(x)]
         makers = dict.fromkeys(each.maker for each in shared if each.maker is not None)
         self.calls_on = makers if state_of(CompiledRecords).are_running else {}
@@ -96,6 +98,7 @@ class LossOfScript:
         given = compat.original_inputs(example_inputs)
         inline_graph(gm, leaf, self.copy, self.sources)
         name = session.current().next_name()
+        session.current().step.stands_for[compat.frame_being_compiled()] = self.frame
         call = self.compile_graph(gm, given, self.options)
         wholes.append(name)
         return call
@@ -111,12 +114,25 @@ def _after_open_calls(call: Call) -> Call:
     return after
 
 
+def frees_memory(gm: GraphModule, options: Options) -> bool:
+    """True if a loss in the step may free so much memory that it is worth a second compilation: of all microbatches but one, of
+    stages, or of large outputs. On one device, these are freed by chunks of the loss."""
+    if options.stage_ranks > 1 or options.microbatches > 1:
+        return True
+    if world_size() == 1 and not isinstance(options.loss_chunks, int):
+        chunked = options.compiler == "inductor" or options.chooses_saved
+        return chunked and chunks_may_pay(gm, options.chooses_saved)
+    values = [node.meta.get("example_value") for node in returned_nodes(gm) if node is not None]
+    large = sum(nbytes(x) for x in values if isinstance(x, torch.Tensor)) > SMALL_BYTES
+    return large and (world_size() > 1 or options.loss_chunks != 1)
+
+
 def _can_wait(gm: GraphModule, given: Sequence[Any], options: Options) -> bool:
     """True for a graph without a loss, of fixed sizes, that is trained: with loops or stages, which its loss changes, or large
     outputs."""
     if state_of(CompiledRecords).are_running or not torch.is_grad_enabled():
         return False
-    if not options.shards_outputs or options.plan is not None or options.passes or options.chooses_saved:
+    if not options.shards_outputs or options.plan is not None or options.passes:
         return False
     if compat.ends_in_a_break(gm) or not all(isinstance(x, torch.Tensor) for x in given):
         return False
@@ -124,7 +140,7 @@ def _can_wait(gm: GraphModule, given: Sequence[Any], options: Options) -> bool:
     values = [x for node in nodes if node is not None and isinstance(x := node.meta.get("example_value"), torch.Tensor)]
     if len(values) < len(nodes) or not all(isinstance(size, int) for x in values for size in x.shape):
         return False
-    if options.stage_ranks == options.microbatches == 1 and sum(map(nbytes, values)) <= SMALL_BYTES:
+    if not frees_memory(gm, options):
         return False
     return any(x.requires_grad for x in values) and not any(
         x.dim() == 0 and x.is_floating_point() and x.requires_grad for x in values)

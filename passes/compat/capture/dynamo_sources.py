@@ -21,6 +21,14 @@ def naming_sources(gm: torch.fx.GraphModule) -> list[Any]:
     return [node.meta.get(_NAMED_BY, source) for node, source in zip(placeholders, input_sources(gm), strict=True)]
 
 
+def asks_for_dynamic_sizes(gm: torch.fx.GraphModule) -> bool:
+    """True if the script asked for symbolic sizes: with `torch.compile(dynamic=True)`, or `mark_dynamic` for an input."""
+    if not torch._dynamo.config.assume_static_by_default:
+        return True
+    arguments = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
+    return any(getattr(getattr(x, "example", None), "_dynamo_dynamic_indices", None) for x in arguments)
+
+
 def name_by(node: Any, source: Any) -> None:
     """Name a graph input by another source than Dynamo's."""
     node.meta[_NAMED_BY] = source

@@ -9,7 +9,8 @@ what a step holds; under one wherever they free bytes, by the loss alone, so tha
 # pyright: reportArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
@@ -35,14 +36,32 @@ two ranks took 0.98, 1.05, 1.04 and 1.18 of DDP's with 1,024 rows in 1, 2, 4 and
 CACHE_BYTES = 16 << 20
 
 
+@dataclass(frozen=True)
+class HeadSizes:
+    """Sizes of the products that make logits. logits, weights: bytes. rows: of the logits. waits: for other ranks."""
+
+    logits: int
+    weights: int
+    rows: int
+    on_cpu: bool
+    waits: bool = False
+
+
 def chosen_chunks(gm: GraphModule, region: LossRegion, forward_outputs: int, budgeted: bool) -> int:
     """The number of chunks in which the loss of a joint graph is computed. Raises Unchunkable where one is best."""
-    logits = sum(_bytes(node) for node in region.heads)
-    weights = sum(_bytes(matrices_of(node)[1]) for node in region.heads)
-    rows = max(node.meta["val"].numel() // node.meta["val"].shape[-1] for node in region.heads)
-    on_cpu = region.heads[0].meta["val"].device.type == "cpu"
+    values = [node.meta["val"] for node in region.heads]
+    sizes = HeadSizes(sum(map(_bytes, region.heads)), sum(_bytes(matrices_of(node)[1]) for node in region.heads),
+                      max(x.numel() // x.shape[-1] for x in values), values[0].device.type == "cpu",
+                      any(is_collective(node.target) for node in region.calls))
+    return number_of_chunks(sizes, budgeted, lambda: _held_bytes(gm, region, forward_outputs))
+
+
+def number_of_chunks(sizes: HeadSizes, budgeted: bool, held_bytes: Callable[[], int]) -> int:
+    """The number of chunks for logits of these sizes. held_bytes: of what forward saves besides. Raises Unchunkable where one
+    is best."""
+    logits, weights, rows, on_cpu = sizes.logits, sizes.weights, sizes.rows, sizes.on_cpu
     least_rows = (ROWS_IN_CACHE if weights <= CACHE_BYTES else ROWS_ON_CPU) if on_cpu else ROWS
-    if not budgeted and any(is_collective(node.target) for node in region.calls):
+    if not budgeted and sizes.waits:
         least_rows = WITH_COLLECTIVES * max(least_rows, ROWS_ON_CPU)
     large = max(LARGE_UNDER_BUDGET if budgeted else LARGE_CHUNK_BYTES, weights)
     chunks = USUAL_CHUNKS
@@ -55,7 +74,7 @@ def chosen_chunks(gm: GraphModule, region: LossRegion, forward_outputs: int, bud
         raise Unchunkable(f"{rows} rows are too few: {least_rows} rows of a chunk hide the traffic of the head's weight")
     if freed < (LEAST_FREED_BYTES if on_cpu or budgeted else LEAST_FREED_ON_GPU):
         raise Unchunkable(f"{chunks} chunks would free {max(freed, 0)} bytes")
-    if not budgeted and freed < LEAST_SHARE * (held := 2 * logits + _held_bytes(gm, region, forward_outputs)):
+    if not budgeted and freed < LEAST_SHARE * (held := 2 * logits + held_bytes()):
         raise Unchunkable(f"{chunks} chunks would free {freed} of {held} bytes")
     return chunks
 

@@ -266,6 +266,8 @@ def run_scenes(rank, options, names, told=False):
             print(f"{scene.__name__:20} {time.perf_counter() - start:.1f} s, {len(memory.losses)} losses, "
                   f"{memory.successes} learned, {memory.failures} failed, {memory.stopped!r}")
         assert {bool(each.losses) for each in state_of(LossMemories)} == {how == IN_STEP}, (scene.__name__, memory.stopped)
+        if not options.get("mesh"):
+            continue
         shown = {graph.name for graph in hpml_compiler.last_plan().step_graphs}
         alone = {each.name for each in state_of(LossMemories)}
         fits = shown and shown.isdisjoint(alone) and len(shown) <= len(alone)  # of two sizes, the latest counts
@@ -278,10 +280,19 @@ ALL = [scene.__name__ for scene in SCENES]
 @pytest.mark.parametrize(("options", "names"), [
     ({"mesh": {"dp": 2}}, ALL[::2]), ({"mesh": {"dp": 2}}, ALL[1::2]),
     ({"mesh": {"tp": 2}, "loss_chunks": 4}, ["plain", "kept_logits"]),
+    ({"mesh": {"dp": 2}, "recompute": "full"}, ["several"]),
     ({"mesh": {"dp": 2}, "zero": 3, "microbatches": 4}, ["several", "of_two_sizes"]),
     ({"mesh": {"pp": 2}, "microbatches": 4, "schedule": "1f1b"}, ["kept_logits", "warm_up", "dropped"])])
 def test_every_scene_is_as_on_one_device(launch, options, names):
     launch(run_scenes, world_size=2, args=(options, names), timeout_s=300)
+
+
+@pytest.mark.parametrize(("options", "names"), [
+    ({"loss_chunks": 4}, [*ALL[::3], "of_two_sizes"]), ({"microbatches": 4}, ["several"]),
+    ({"loss_chunks": 4, "memory_budget": "4MB"}, ["kept_logits"])])
+def test_on_one_device_the_loss_is_part_of_the_step_where_that_frees_memory(options, names):
+    with torch._functorch.config.patch(donated_buffer=False):
+        run_scenes(0, options, names)
 
 
 def adversarial(make, judge, real):
