@@ -133,7 +133,7 @@ class PlanMonitor:
             self.inputs[graph] = [each for each in arguments if isinstance(each, torch.nn.Parameter)]
         entered = None
         if self.profiling.is_wanted:
-            entered = self.profiling.call_begins(self.recorder.step, self._is_first_of_training(graph))
+            entered = self.profiling.call_begins(self.recorder.step, self._is_first_of_training(graph), backward)
         return begun, entered
 
     def _is_first_of_training(self, graph: int) -> bool:

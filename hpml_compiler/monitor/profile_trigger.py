@@ -48,7 +48,7 @@ class ProfileTrigger:
         """The result, if the profiled step had these calls; else None."""
         return self.result if self.step is not None and self.step.runs == runs else None
 
-    def call_begins(self, step: RecordedStep, first: bool) -> Any:
+    def call_begins(self, step: RecordedStep, first: bool, backward: bool = False) -> Any:
         """Record the start of a graph call. first: it is the step's first call of a training graph. Returns a token for
         `call_ends`."""
         if self._running is None:
@@ -63,7 +63,7 @@ class ProfileTrigger:
         if step.calls > 2 * self._like.calls:  # the step is much longer, as with an evaluation
             self.give_up()
             return None
-        return self._running, self._running.begin_graph()
+        return self._running, self._running.begin_graph(backward)
 
     @staticmethod
     def call_ends(token: Any) -> None:

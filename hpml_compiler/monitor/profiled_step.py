@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from hpml_compiler.monitor.kernel_classes import class_of_event
 from hpml_compiler.monitor.step_recorder import StepTimes
 from passes import compat
+from passes.simulation.step_timeline import TimelineEvent
 
 log = logging.getLogger("hpml")
 
-GRAPH_RANGE = "hpml graph"
-MEMORY_EVENT = "[memory]"
+GRAPH_RANGE, BACKWARD_RANGE = "hpml graph", "hpml graph backward"
+MEMORY_EVENT, WHOLE_GRAPH = "[memory]", "## Call CompiledFxGraph"
+RANGES = (GRAPH_RANGE, BACKWARD_RANGE)
+MOST_EVENTS = 1500
+"""Most events of a timeline."""
 _STICKY = frozenset(("optimizer", "collective", "attention", "convolution", "matmul"))
 
 
@@ -49,6 +53,8 @@ class KernelTimes:
     classes_us: Mapping[str, float]
     kernels: bool
     peak_bytes: int | None
+    timeline: tuple[TimelineEvent, ...] = ()
+    """The step on this rank, as under the profiler; the longest of very many events."""
 
     def of_step(self, times: StepTimes) -> dict[str, float]:
         """Time in µs by class, scaled to a step that took `times` without a profiler, which slows down short operations.
@@ -80,10 +86,10 @@ class StepProfile:
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11, even where there were none
             self._profile.start()
 
-    def begin_graph(self) -> Any:
+    def begin_graph(self, backward: bool = False) -> Any:
         """Start the range of a compiled graph; returns a token for `end_graph`."""
         self.note()
-        entered = record_function(GRAPH_RANGE)
+        entered = record_function(BACKWARD_RANGE if backward else GRAPH_RANGE)
         entered.__enter__()
         return entered
 
@@ -108,7 +114,7 @@ class StepProfile:
         changes = [(each.start_ns(), each.nbytes()) for each in raw
                    if each.name() == MEMORY_EVENT and each.device_type() == kind]
         by_class = kernel_us(events) if self.on_device else graph_us(events)
-        return KernelTimes(by_class, self.on_device, steady_bytes + peak(changes, self._notes))
+        return KernelTimes(by_class, self.on_device, steady_bytes + peak(changes, self._notes), timeline_of(events))
 
     def cancel(self) -> bool:
         """Stop the profile without reading it. Returns False if it was over already: the end of another profile that started
@@ -162,9 +168,33 @@ def kernel_us(events: Iterable[ProfilerEvent]) -> dict[str, float]:
     return dict(found)
 
 
+def timeline_of(events: Iterable[ProfilerEvent]) -> tuple[TimelineEvent, ...]:
+    """Timeline of a step: kernels where there are any, else the outermost classed operations of the threads, inside compiled
+    graphs and optimizers."""
+    events = list(events)
+    chains = {event.id: chain for event, _, chain in _with_parents(events) if event.id}
+    kernels = [(event, chains.get(event.operation, ())) for event in events if event.on_device]
+    shown = kernels or [(event, chain) for event, _, chain in _with_parents(events) if not any(
+        class_of_event(each.name) and not each.name.startswith(WHOLE_GRAPH) for each in chain[:-1])]
+    found = []
+    for event, chain in shown:
+        kind = class_of_event(event.name) if event.on_device else _class_in(_inside_graph(chain)[1:] or chain[-1:])
+        optimizer = _class_in(chain[:1]) == "optimizer"
+        if kind is None or not (optimizer or _inside_graph(chain)):
+            continue
+        phase = "optimizer" if optimizer else "backward" if any(each.name == BACKWARD_RANGE for each in chain) else "forward"
+        sends = kind == "collective"
+        found.append(TimelineEvent(0, "communication" if sends else "compute", event.name, kind if sends else phase,
+                                   event.start_ns / 1e3, event.end_ns / 1e3))
+    begin = min((each.start_us for each in found), default=0.0)
+    longest = sorted(found, key=lambda each: each.start_us - each.stop_us)[:MOST_EVENTS]
+    return tuple(replace(each, start_us=each.start_us - begin, stop_us=each.stop_us - begin)
+                 for each in sorted(longest, key=lambda each: each.start_us))
+
+
 def _inside_graph(chain: Sequence[ProfilerEvent]) -> Sequence[ProfilerEvent]:
     """The nested events from the range of a compiled graph on; empty if there is no such range."""
-    return next((chain[i:] for i in reversed(range(len(chain))) if chain[i].name == GRAPH_RANGE), ())
+    return next((chain[i:] for i in reversed(range(len(chain))) if chain[i].name in RANGES), ())
 
 
 def _class_in(chain: Sequence[ProfilerEvent]) -> str | None:

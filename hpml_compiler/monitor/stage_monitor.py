@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hpml_compiler.monitor import tensorboard_scalars
 from hpml_compiler.monitor.report import SHORT_US, TOLERANCE, PredictedFigure, Report
+from hpml_compiler.monitor.stage_events import Actions, actions_of, joined
 from hpml_compiler.runtime.process.device_clock import Clock
 from hpml_compiler.runtime.program.stage_timer import LoopTimes, recording
 from hpml_compiler.visualize.formatting import format_bytes, format_us
@@ -22,6 +23,7 @@ from passes import compat
 from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.pipeline.pipeline_timeline import TimedStage, simulate_pipeline
 from passes.pipeline.stage_assignment import StageAssignment
+from passes.simulation.step_timeline import TimelineEvent
 
 log = logging.getLogger("hpml")
 
@@ -60,6 +62,8 @@ class StagesReport:
     loop: PredictedFigure
     bubble: PredictedFigure
     sent_bytes: int
+    timeline: tuple[TimelineEvent, ...] = ()
+    """Computations of all ranks in the last measured step; lane d is rank d."""
 
     def text(self) -> str:
         """The report as one line."""
@@ -120,6 +124,8 @@ class OwnSteps:
     busy_us: Sequence[float]
     loop_us: Sequence[float]
     sent_bytes: int
+    last: Actions = ()
+    """Computations of the last step."""
 
 
 @dataclass
@@ -181,7 +187,8 @@ def own_steps(place: int, steps: Sequence[Sequence[LoopTimes]]) -> OwnSteps:
         work[stage, half] = work.get((stage, half), 0.0) + statistics.median(found)
     return OwnSteps(place, work, [sum(each.work_us for each in step) for step in done],
                     [sum(loop.took_us for loop in step) for step in steps],
-                    int(statistics.median(sum(loop.sent_bytes for loop in step) for step in steps)) if steps else 0)
+                    int(statistics.median(sum(loop.sent_bytes for loop in step) for step in steps)) if steps else 0,
+                    actions_of(steps[-1]) if steps else ())
 
 
 def report_of(name: str, table: PipelineSchedule, stages: StageAssignment, ranks: Sequence[OwnSteps]) -> StagesReport:
@@ -200,7 +207,7 @@ def report_of(name: str, table: PipelineSchedule, stages: StageAssignment, ranks
               stage in enumerate(cut)),
         PredictedFigure("loop", played.step_us, statistics.median(loops)),
         PredictedFigure("bubble", played.bubble, statistics.median(idle)),
-        sum(each.sent_bytes for each in ranks))
+        sum(each.sent_bytes for each in ranks), tuple(joined([each.last for each in ranks])))
 
 
 def gathered(own: OwnSteps, group: dist.ProcessGroup) -> list[OwnSteps]:

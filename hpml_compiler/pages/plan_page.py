@@ -44,8 +44,8 @@ def plan_page(plan: Plan, command: list[str] | None = None) -> str:
 
 
 def _parts(plan: Plan, found: PlanDescription, command: list[str] | None) -> Iterator[str]:
-    yield from _head(found)
-    yield section("Overview", _drawn(plan, view="overview", identifier="overview"),
+    yield from head(found)
+    yield section("Overview", drawn(plan, view="overview", identifier="overview"),
                   '<p class="quiet">A click on a module or stage opens its block below.</p>')
     for number, step in enumerate(found.steps):
         yield section(f"Modules of {step.name}", _modules(step))
@@ -69,7 +69,8 @@ def _parts(plan: Plan, found: PlanDescription, command: list[str] | None) -> Ite
     yield section("How to make it again", *_again(found, command))
 
 
-def _head(found: PlanDescription) -> Iterator[str]:
+def head(found: PlanDescription) -> Iterator[str]:
+    """Step time, memory, and a table of the mesh's axes."""
     yield f"<p><b>{format_us(found.step_us)}</b> a step predicted"
     for step in found.steps:
         parts = ", ".join(f"{part} {format_us(us)}" for part, us in step.parts.items())
@@ -114,26 +115,27 @@ def _modules(step: StepSummary) -> str:
 
 def _blocks(plan: Plan, step: StepSummary, number: int) -> Iterator[str]:
     costly = sorted(step.modules, key=lambda each: -(each.compute_us + each.communication_us))[:MOST_BLOCKS]
-    drawn: set[str] = set()
+    shown: set[str] = set()
     stages: set[int] = set()
     for position, each in enumerate(step.modules):
-        if each not in costly or (each.path in drawn and each.stage in stages):
+        if each not in costly or (each.path in shown and each.stage in stages):
             continue
         node = f"g{number}_{position}" if each.stage is None else f"g{number}_stage{each.stage}" * (each.stage not in stages)
-        drawn.add(each.path)
+        shown.add(each.path)
         if each.stage is not None:
             stages.add(each.stage)
         weights = table(("parameter", "shape", "dtype", "in use", "stored", "placements", "bytes a device"), [
             (p.name, " x ".join(map(str, p.shape)), p.dtype, _words(p.words), _words(p.stored), ", ".join(p.placements),
              (format_bytes(p.bytes_per_device), float(p.bytes_per_device))) for p in each.parameters])
-        yield details(f"{each.name} x{each.count}", _drawn(plan, view="block", block=each.name, backward=True) + weights, node)
+        yield details(f"{each.name} x{each.count}", drawn(plan, view="block", block=each.name, backward=True) + weights, node)
 
 
 def _words(words: dict[str, str]) -> str:
     return ", ".join(f"{axis}: {word}" for axis, word in words.items()) or "whole"
 
 
-def _drawn(plan: Plan, identifier: str = "", **options: object) -> str:
+def drawn(plan: Plan, identifier: str = "", **options: object) -> str:
+    """The picture of a view of the plan; a sentence, or nothing, where Graphviz is missing."""
     drawing = plan.graphviz(**options)  # pyright: ignore[reportArgumentType]
     try:
         return picture(drawing.pipe(format="svg").decode(), identifier)

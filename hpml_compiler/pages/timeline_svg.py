@@ -13,14 +13,16 @@ KIND_COLORS = {"forward": "#3f5468", "recompute": "#9fb3c4", "backward": "#7a8fa
 COLLECTIVE = "#d9b230"
 
 
-def timeline_svg(found: Simulation) -> str:
-    """Two rows for each lane of ranks: computation, and communication. Of very many events, the longest are drawn."""
+def timeline_svg(found: Simulation, until_us: float = 0.0) -> str:
+    """Two rows for each lane of ranks: computation, and communication. Of very many events, the longest are drawn. until_us:
+    the end of the time axis, if it is later than that of the step."""
     if not found.step_us:
         return ""
+    end_us = max(found.step_us, until_us)
     lanes = list(range(len(found.ranks_of_lane)))[:MOST_LANES]
     shown = [event for event in found.events if event.lane < MOST_LANES]
     shown = sorted(shown, key=lambda event: event.start_us - event.stop_us)[:MOST_EVENTS]
-    scale, parts = (WIDTH - LEFT) / found.step_us, []
+    scale, parts = (WIDTH - LEFT) / end_us, []
     for lane in lanes:
         top = lane * (2 * ROW + GAP)
         parts.append(_label(format_ranks(found.ranks_of_lane[lane]), top + ROW))
@@ -38,7 +40,7 @@ def timeline_svg(found: Simulation) -> str:
     names = [(kind, color) for kind, color in KIND_COLORS.items() if kind in kinds]
     if kinds - set(KIND_COLORS):
         names.append(("communication", COLLECTIVE))
-    return _svg(height + 40, [*parts, *_axis(found.step_us, height), *_legend(names, height + 32)])
+    return _svg(height + 40, [*parts, *_axis(end_us, height), *_legend(names, height + 32)])
 
 
 def memory_svg(found: Simulation, limit: int | None) -> str:

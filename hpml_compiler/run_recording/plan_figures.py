@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpml_compiler.monitor.profiled_step import KernelTimes
 from hpml_compiler.monitor.report import Report
 from hpml_compiler.monitor.stage_monitor import StagesReport
 from hpml_compiler.options import Options
@@ -33,6 +34,7 @@ class PlanFigures:
         self._budget: int | None = None
         self._reported: tuple[Report | None, StagesReport | None] = None, None
         self._saved = 0
+        self._drawn: KernelTimes | None = None
 
     @property
     def device_type(self) -> str:
@@ -72,12 +74,21 @@ class PlanFigures:
         report, stages = latest
         if report is not None and report is not self._reported[0]:
             write({"kind": "comparison", "time": time.time(), **_json(report)})
+            self._timeline(write)
         if stages is not None and stages is not self._reported[1]:
             write({"kind": "stages", "time": time.time(), **_json(stages)})
         self._reported = latest
         if not session.current().unplanned:  # one that is made on demand takes seconds: the end of the run makes it
             self.save()
         return True
+
+    def _timeline(self, write: Callable[[Mapping[str, Any]], None]) -> None:
+        """Write the profiled step, once."""
+        monitor = session.current().monitor
+        result = None if monitor is None else monitor.profiling.result
+        if result is not None and result is not self._drawn:
+            write({"kind": "timeline", "time": time.time(), "events": [asdict(each) for each in result.timeline]})
+            self._drawn = result
 
     def save(self) -> None:
         """Save the plan beside the records, if there is one, on rank 0."""

@@ -25,7 +25,7 @@ class FakeProfile:
         self.seen = KernelTimes(classes_us or {"matmul": 3.0, "collective": 1.0}, False, peak_bytes)
         self.log: list[str] = []
 
-    def begin_graph(self):
+    def begin_graph(self, backward=False):
         self.log.append("begin")
         return self
 
