@@ -74,6 +74,8 @@ class MetaParameters:
     def put(self, parameter: nn.Parameter, new: Any) -> None:
         """Replace a parameter in the model; `finish` does so in the rest of the script."""
         new.__dict__.update({**parameter.__dict__, **new.__dict__})
+        if (spec := getattr(new, "_spec", None)) is not None:  # equal blocks that are compiled one by one then have one graph
+            new._spec = compat.interned_spec(spec)
         for module, name, _ in self.sites[id(parameter)]:
             module._parameters[name] = new
         self._names.append(self.sites[id(parameter)][0][2])
