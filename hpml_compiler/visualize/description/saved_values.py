@@ -79,22 +79,25 @@ def _read_by_backward(graph: GraphPlan) -> _BackwardReads:
         if made is not None and reader is not None and not made.backward and not reader.backward and any(
                 hop.bytes for hop in move.hops):
             copies[move.value, move.target].append(move)
-    found = _BackwardReads(set(), [])
-    for name, operation in graph.operations.items():
-        for source, placements in zip(operation.sources, operation.inputs) if operation.backward else ():
-            own = into.get((source, name))
-            placements = placements if own is None else own.source
-            while True:  # down the views to a copy or a result
-                made = graph.operations.get(source)
-                if made is None or made.backward:
-                    break
-                if (source, placements) in copies:
-                    found.copies += copies[source, placements]
-                    break
-                if short_name(made) not in VIEWS or not made.sources:
-                    found.results.add(source)
-                    break
-                source, placements = made.sources[0], made.inputs[0] if made.inputs else ()
+    found, seen = _BackwardReads(set(), []), set[tuple[str, Placements]]()
+    left = [(name, source, placements) for name, operation in graph.operations.items() if operation.backward
+            for source, placements in zip(operation.sources, operation.inputs)]
+    while left:
+        reader, source, placements = left.pop()
+        own, made = into.get((source, reader)), graph.operations.get(source)
+        if own is not None and any(hop.bytes for hop in own.hops):
+            placements = own.source
+        if made is None or made.backward or (source, placements) in seen:
+            continue
+        seen.add((source, placements))
+        if (source, placements) in copies:
+            found.copies += copies[source, placements]
+            continue
+        is_view = short_name(made) in VIEWS
+        if not is_view:
+            found.results.add(source)
+        if is_view or not any(made.saved):  # read through the view, or computed again
+            left += [(source, *read) for read in zip(made.sources, made.inputs)]
     return found
 
 
