@@ -4,6 +4,9 @@ Before rank r starts, its first microbatch goes forward through all stages befor
 goes back through them: r is idle meanwhile. So a schedule takes at least head(r) + work(r), where head(r) is the time of a
 microbatch in the stages before r. Where backward is split, gradients of weights run while a microbatch goes back, and only
 forward counts.
+
+With several stages on a rank, the same holds for the work of its stages from any one of them on. A weighted mean of these
+bounds is one, too, and the least part of it that a unit of work has, wherever it is, bounds all cuts.
 """
 from __future__ import annotations
 
@@ -22,6 +25,34 @@ def least_step_us(work_us: float, through_us: float, stages: int, microbatches: 
         middle = 0.5 * (low + high)
         low, high = (low, middle) if _allows(middle, work_us, through_us, stages, waited / microbatches) else (middle, high)
     return low
+
+
+def least_interleaved_us(work_us: float, through_us: float, ranks: int, microbatches: int, virtual: int) -> float:
+    """The same with so many stages on each rank, one after another over the ranks, where backward is not split."""
+    own = _weights(ranks, microbatches, virtual)
+    total, before, parts = sum(map(sum, own)), 0.0, list[float]()
+    for chunk in range(virtual):
+        for rank in range(ranks):
+            before += own[chunk][rank]
+            parts.append(microbatches * sum(own[c][rank] for c in range(chunk + 1)) + total - before)
+    more_us = (work_us - through_us) * min(own[0])
+    return max(work_us / ranks, (through_us * min(parts) / microbatches + more_us) / total)
+
+
+def _weights(ranks: int, microbatches: int, virtual: int) -> list[list[float]]:
+    """Weights of the bounds of all stages under which a unit of work counts the same in each of them, as far as none is
+    negative."""
+    m, found = max(microbatches, 2), [[1.0]]
+    held = [0.0] * ranks  # weights of a rank's stages so far
+    for chunk in range(virtual):
+        if chunk:
+            found.append([max(m * (held[-1] - held[0]) / (m - 1), 0.0)])
+        last = held[0] + found[-1][0]
+        for rank in range(1, ranks):
+            found[-1].append(max(m * (last - held[rank]) / (m - 1), 0.0))
+            last = held[rank] + found[-1][-1]
+        held = [before + weight for before, weight in zip(held, found[-1], strict=True)]
+    return found
 
 
 def least_of_layers_us(layers_us: float, layers: int, ranks: int) -> float:

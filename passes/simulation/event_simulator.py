@@ -53,6 +53,11 @@ def simulate_tasks(tasks: Sequence[StreamTask], contention: Sequence[float] = (1
     return _EventLoop(tasks, contention).run()
 
 
+def least_overlapped_us(sum_us: float, compute_us: float, contention: float) -> float:
+    """Tasks on one lane that take sum_us together, at least compute_us of it on its compute stream, take no less."""
+    return compute_us + (contention - 1.0) * max(sum_us - compute_us, 0.0)
+
+
 class _EventLoop:
     def __init__(self, tasks: Sequence[StreamTask], contention: Sequence[float]):
         _check(tasks, contention)

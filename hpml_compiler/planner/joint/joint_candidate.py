@@ -8,7 +8,8 @@ from typing import Any
 from hpml_compiler.options import Options
 from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, WITHOUT_STAGES, OpenSchedule, rows_over
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS
-from passes.pipeline.least_step import least_of_layers_us, least_step_us
+from passes.pipeline.least_step import least_interleaved_us, least_of_layers_us, least_step_us
+from passes.simulation.event_simulator import least_overlapped_us
 
 KEPT_OF_ALL = 0.1
 """Rough part of the saved bytes that remains where layers save little more than their inputs."""
@@ -72,7 +73,8 @@ class LeastWork:
 
 @dataclass(frozen=True)
 class JointCandidate:
-    """One configuration. stages: 1 without a pipeline. limit: bytes of a device. least: of all configurations."""
+    """One configuration. stages: 1 without a pipeline. limit: bytes of a device. least: of all configurations.
+    contention: slowdown of computation and communication at the same time."""
 
     stages: int
     cost: StageCost
@@ -80,6 +82,7 @@ class JointCandidate:
     limit: float
     schedule: OpenSchedule = WITHOUT_STAGES
     least: LeastWork = LeastWork()
+    contention: float = 1.0
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -97,8 +100,8 @@ class JointCandidate:
 
     @cached_property
     def step_bound_us(self) -> float:
-        """No step of this configuration takes less if all communication overlaps."""
-        return self._least_us(0.0)
+        """No simulated step of this configuration takes less: all communication may overlap, which slows down both."""
+        return self._least_us(least_overlapped_us(self.cost.bound_us, self.stages * self.least.us, self.contention))
 
     def _least_us(self, work_us: float) -> float:
         """The least time of a rank if all stages take work_us. Stages compute the layers and what is around them in order."""
@@ -107,8 +110,11 @@ class JointCandidate:
         if p == 1:
             return work_us
         layers_us = least_of_layers_us(p * least.layers_us, least.layers, p)
-        if self.schedule.virtual_stages > 1:  # the first stage of a rank may be small
+        if self.schedule.name == "zbv":  # the first stage of a rank may be small
             return max(work_us / p, layers_us)
+        if self.schedule.virtual_stages > 1:
+            return max(layers_us, least_interleaved_us(work_us, p * least.us, p, self.microbatches,
+                                                       self.schedule.virtual_stages))
         through_us, waited = (p * least.us, 1.0) if self.schedule.bubble >= 1 else (
             p * least.layers_us if least.layers else 0.0, least.forward_share)
         return max(least_step_us(work_us, through_us, p, self.microbatches, waited), layers_us)

@@ -34,6 +34,7 @@ from passes.graph.step_phase import FORWARD
 from passes.hardware.cluster import Cluster
 from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.sharding.oracle.memory_model import MemoryModel
+from passes.simulation.rank_lanes import CONTENTION
 from passes.simulation.step_graph import StepGraph
 from passes.solver.work_limit import WorkLimit
 
@@ -46,8 +47,9 @@ MOST_PLANNED = 4
 """Configurations that are planned after the first one that fits."""
 LATER = 0.25
 """Part of the work limit for placements of the whole batch on one mesh."""
-ALL_MESHES = 0.5
-"""Part of the work limit for placements of the whole batch, over all meshes but those without stages."""
+ALL_MESHES = 5.0
+"""Multiple of the work limit for placements of the whole batch, over all meshes, whose work is counted far too high: 28 meshes
+of GPT-3 175B take 14 s of CPU time."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,13 @@ class JointSearch:
     rejected: list[MeshAttempt] = field(default_factory=list)
     skipped: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict)
     """Places in `rejected` of configurations that were not planned, by mesh."""
+    of_meshes: WorkLimit = field(init=False)
+    """Work limit of placements of the whole batch, over all meshes."""
     step_bounds_us: list[float] = field(default_factory=list)
     """Bounds of the simulated steps of all configurations that were considered."""
+
+    def __post_init__(self) -> None:
+        self.of_meshes = WorkLimit(ALL_MESHES * self.allowance.seconds)
 
     @property
     def cluster(self) -> Cluster:
@@ -172,7 +179,7 @@ class JointSearch:
         for stages in decisions.stage_counts(None if self.folded is None else self.folded.layers * len(self.folded.lists)):
             for mesh in decisions.stage_meshes(stages):
                 known = of_tensor.get(mesh.get(TENSOR_AXIS, 1))
-                late = known is not None and self.allowance.left_s < (1.0 - ALL_MESHES) * self.allowance.seconds
+                late = known is not None and self.of_meshes.is_over
                 cost = known.on(mesh) if known is not None and late else self._cost(stages, mesh)
                 if cost is not None:
                     of_tensor.setdefault(cost.tensor, cost)
@@ -192,7 +199,7 @@ class JointSearch:
         for count in self.decisions.microbatch_counts(cost.mesh):
             if stages == 1 or count >= stages:
                 for schedule in self.decisions.schedules(stages, count):
-                    yield JointCandidate(stages, cost, count, limit, schedule, least)
+                    yield JointCandidate(stages, cost, count, limit, schedule, least, CONTENTION[self.cluster.device.kind])
 
     def _cost(self, stages: int, mesh: dict[str, int]) -> StageCost | None:
         """Placements of the whole batch on the ranks of a stage; None where their parameters alone do not fit, or where a few
@@ -201,7 +208,7 @@ class JointSearch:
         cluster, budget = cluster_of_stage(self.cluster, stages), stages * memory_limit(options, self.cluster)
         own = options.model_copy(update={"mesh": mesh or None, "memory_budget": budget, "microbatches": 1, "recompute": {},
                                          "schedule": "auto", "virtual_stages": 1})
-        part = self.allowance.part(LATER * self.allowance.seconds)
+        part = self.of_meshes.part(LATER * self.allowance.seconds)
         try:
             planned = plan_graph(self.annotated, own, cluster, lifetimes=MemoryModel(0.0), allowance=part, budget_bytes=budget,
                                  shorter=None if folded is None else folded.shorter,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.pipeline.least_step import least_of_layers_us, least_step_us
+from passes.pipeline.least_step import least_interleaved_us, least_of_layers_us, least_step_us
 from passes.pipeline.pipeline_schedule import make_schedule
 from passes.pipeline.pipeline_timeline import TimedStage, simulate_pipeline
 
@@ -35,6 +35,27 @@ def test_no_played_pipeline_takes_less(schedule, data):
     played = simulate_pipeline(make_schedule(schedule, len(drawn), count, 1), timed).step_us
     bound = least_step_us(count * sum(work), count * sum(through), len(drawn), count, waited)
     assert count * sum(work) / len(drawn) <= bound * (1 + 1e-9) and bound <= played * (1 + 1e-9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_played_pipeline_with_several_stages_on_a_rank_takes_less(data):
+    ranks, virtual = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 3))
+    sizes = st.one_of(st.just(1e-3), TIMES)
+    work = [data.draw(sizes) for _ in range(ranks * virtual)]
+    more = [data.draw(st.sampled_from([0.0, 0.5, 2.0])) for _ in work]
+    share = [data.draw(st.floats(0.1, 0.9)) for _ in work]
+    count = ranks * data.draw(st.integers(1, 4))
+    timed = [TimedStage(part * us, (1 - part) * us + extra, 0.0, 0.0) for part, us, extra in zip(share, work, more)]
+    played = simulate_pipeline(make_schedule("interleaved", ranks, count, virtual), timed).step_us
+    bound = least_interleaved_us(count * (sum(work) + sum(more)), count * sum(work), ranks, count, virtual)
+    assert count * sum(work) / ranks <= bound * (1 + 1e-9) and bound <= played * (1 + 1e-9)
+
+
+def test_one_stage_on_each_rank_is_no_special_case():
+    for stages, count in ((2, 2), (4, 24), (8, 96)):
+        assert least_interleaved_us(1.0, 1.0, stages, count, 1) == pytest.approx(least_step_us(1.0, 1.0, stages, count))
+        assert 1 / stages < least_interleaved_us(1.0, 1.0, stages, count, 2) < least_interleaved_us(1.0, 1.0, stages, count, 1)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (4, 24), (8, 96)])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.simulation.event_simulator import COMMUNICATION, COMPUTE, StreamTask, simulate_tasks
+from passes.simulation.event_simulator import COMMUNICATION, COMPUTE, StreamTask, least_overlapped_us, simulate_tasks
 
 
 def test_streams_run_beside_each_other_and_each_in_turn():
@@ -106,3 +106,14 @@ def test_one_lane_with_contention_2_gains_nothing_from_overlap(graph):
 def test_a_chain_takes_the_sum(graph):
     tasks = [StreamTask(t.us, t.stream, (i - 1,) if i else ()) for i, t in enumerate(graph[0])]
     assert simulate_tasks(tasks, [2.0]).end_us == sum(t.us for t in tasks)
+
+
+@given(st.lists(st.tuples(st.sampled_from([COMPUTE, COMMUNICATION]), st.floats(0.0, 9.0), st.integers(0, 3)), min_size=1,
+                max_size=12), st.floats(1.0, 2.0), st.floats(0.0, 1.0))
+def test_no_tasks_of_a_lane_end_before_their_bound(drawn, contention, part):
+    """part: of the computation that the bound knows."""
+    tasks = [StreamTask(us, stream, (k - back,) if 0 < back <= k else (), priority=k)
+             for k, (stream, us, back) in enumerate(drawn)]
+    computing = sum(each.us for each in tasks if each.stream == COMPUTE)
+    bound = least_overlapped_us(sum(each.us for each in tasks), part * computing, contention)
+    assert bound <= simulate_tasks(tasks, [contention]).end_us + 1e-9
