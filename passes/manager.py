@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from passes import registry
+from passes import compat, registry
 from passes.annotations import Key, has
 from passes.base import AnalysisPass, Pass, PassError, TransformPass
 from passes.pass_result import PassResult
@@ -66,7 +66,8 @@ class PassManager:
         for entry in self.passes:
             before = " -> ".join(result.pass_name for result in results) or "nothing"
             try:
-                results.append(entry(graph_module))
+                with compat.annotated(f"hpml pass {entry.name}"):
+                    results.append(entry(graph_module))
             except PassError as error:
                 raise PassError(error.what, f"{error.where}; before {entry.name!r} ran {before}", error.next_step) from error
             except Exception as error:

@@ -146,3 +146,11 @@ def test_summaries_are_logged_and_diffs_in_debug(graph_module, caplog):
 def test_a_sequence_holds_instances(entry, step):
     with pytest.raises(PassError, match=f"(?s)is not a pass.*position 2 .*{step}"):
         PassManager([MakeA(), entry])
+
+
+def test_passes_are_ranges_in_a_profile():
+    graph_module = fx.symbolic_trace(lambda x: torch.neg(x))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        PassManager((MakeA(), MakeB()))(graph_module)
+    names = [event.name for event in profiled.events()]
+    assert [name for name in names if name.startswith("hpml")] == ["hpml pass make_a", "hpml pass make_b"]

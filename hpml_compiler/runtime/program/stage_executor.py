@@ -18,6 +18,7 @@ from hpml_compiler.runtime.program.dummy_collectives import DummyCollective, beg
 from hpml_compiler.runtime.program.p2p import P2P, Received, StageFailure
 from hpml_compiler.runtime.program.stage_timer import LoopTimes, loop_times
 from hpml_compiler.runtime.watchdog.attribution import is_distributed
+from passes import compat
 from passes.pipeline.pipeline_schedule import PipelineSchedule, ScheduleAction
 from passes.transforms.pipeline.stage_io import GRADIENT, StageIO
 
@@ -90,7 +91,7 @@ class StageExecutor:
             collectives = self.stages[action.stage].collectives(action.kind)
             before = begun(collectives)
             try:
-                with nullcontext() if self.times is None else self.times.action(action):
+                with compat.annotated(f"hpml {action}"), nullcontext() if self.times is None else self.times.action(action):
                     getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
             except Exception as error:
                 if is_distributed(error):  # another rank is late or gone; the caller finds out which

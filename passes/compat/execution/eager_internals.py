@@ -5,6 +5,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -172,6 +173,12 @@ def register_foreach_type(kind: type) -> None:
 def profiler_is_on() -> bool:
     """True if this thread is being profiled."""
     return bool(torch.autograd._profiler_enabled())  # pyright: ignore[reportPrivateImportUsage]
+
+
+def annotated(name: str) -> AbstractContextManager[Any]:
+    """A range of this name in torch's profiler (an NVTX range under `torch.autograd.profiler.emit_nvtx`); nothing without one.
+    """
+    return torch.profiler.record_function(name) if profiler_is_on() else nullcontext()
 
 
 def set_cpp_log_level(level: int) -> int | None:
