@@ -83,6 +83,8 @@ def _watch_compiled_modules() -> None:
             if several_ranks() and is_split(self):
                 _before_compiling(mod)
                 uncompiled_models.report_after_first_call(self)
+            if is_split(self):
+                uncompiled_models.refuse_without_values(self)
 
         return init
 

@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from passes import compat
+from passes.errors import BadInput
 from passes.session_state import state_of
 
 log = logging.getLogger("hpml")
@@ -63,6 +64,23 @@ def report_after_first_call(module: Any) -> None:
         if new and state_of(_GraphCount).graphs == graphs:
             _report(_said(type(module._orig_mod).__name__, new))
         return result
+
+    module.forward = first
+
+
+def refuse_without_values(module: Any) -> None:
+    """Raise BadInput at a module's first call if a parameter is on the meta device, and what it is called with is not."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        given = [x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor)]
+        empty = next((name for name, x in module._orig_mod.named_parameters() if x.is_meta), None)
+        if empty is not None and not any(x.is_meta for x in given) and not torch.compiler.is_compiling():
+            raise BadInput(f"the model is on the meta device: {empty} has no values", type(module._orig_mod).__name__,
+                           "call hpml_compiler.load or hpml_compiler.initialize first")
+        module.forward = forward
+        return forward(*args, **kwargs)
 
     module.forward = first
 

@@ -233,6 +233,14 @@ def test_meshes_that_do_not_fit(mesh, message):
 
 
 def test_what_has_no_values(tmp_path):
+    model = on_meta()
+    call = torch.compile(model, backend="hpml", options={"compiler": "eager"})
+    with pytest.raises(BadInput, match="embedding.weight has no values"):
+        call(torch.arange(8))
+    torch.manual_seed(0)
+    hpml_compiler.initialize(model)
+    assert call(torch.arange(8)).requires_grad
+
     class Raw(nn.Module):
         def __init__(self):
             super().__init__()
