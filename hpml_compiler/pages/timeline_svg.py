@@ -9,7 +9,8 @@ from hpml_compiler.visualize.drawings.labels import MEMORY_COLORS
 from hpml_compiler.visualize.formatting import format_bytes, format_us
 
 WIDTH, LEFT, ROW, GAP, MOST_LANES, MOST_EVENTS = 1100, 110, 16, 8, 16, 4000
-KIND_COLORS = {"forward": "#3f5468", "recompute": "#9fb3c4", "backward": "#7a8fa3", "optimizer": "#8f6bb0"}
+KIND_COLORS = {"forward": "#3f5468", "recompute": "#9fb3c4", "offload": "#c7a76c", "backward": "#7a8fa3",
+               "optimizer": "#8f6bb0"}
 COLLECTIVE = "#d9b230"
 
 

@@ -38,6 +38,18 @@ class CheckpointingView:
         return found
 
     @cached_property
+    def offload_us(self) -> dict[str, float]:
+        """Time in µs of moving values out of the device's memory and back, by operation. That of values which are not listed is
+        added to the last operation of their block in forward, or of forward if it lists none of that block."""
+        forward = [name for name, operation in self.graph.operations.items() if not operation.backward]
+        last = {self.graph.operations[name].block: name for name in forward}
+        found: dict[str, float] = defaultdict(float)
+        for name, value in self.kept.offloaded.items():
+            own = name if name in self.graph.operations else last.get(value.block, forward[-1])
+            found[own] += value.predicted_us * value.layers
+        return dict(found)
+
+    @cached_property
     def saved(self) -> dict[str, tuple[bool, ...]]:
         """For each operation, one flag per result: True if it is in the device's memory from forward to backward."""
         left = Counter((value.block, value.bytes) for name, value in self.kept.saved.items()

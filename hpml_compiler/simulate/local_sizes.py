@@ -62,6 +62,7 @@ class LocalView:
                 costly=is_costly(each.op),
                 runs=self.graph.runs(each),
                 again_us=None if self.kept is None else self.kept.again_us.get(name),
+                offload_us=0.0 if self.kept is None else self.kept.offload_us.get(name, 0.0),
                 when=self.when.get(name, "loop"),
             ) for name, each in self.graph.operations.items())
         return with_gradients(found) if self.graph.training else found

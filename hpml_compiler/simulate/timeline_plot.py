@@ -14,7 +14,7 @@ from hpml_compiler.visualize.picture_files import save_figure
 from passes.simulation.step_timeline import TimelineEvent
 
 COLORS = {
-    "forward": "#4c78a8", "recompute": "#9ecae9", "backward": "#f58518", "optimizer": "#b279a2",
+    "forward": "#4c78a8", "recompute": "#9ecae9", "offload": "#c7a76c", "backward": "#f58518", "optimizer": "#b279a2",
     "all_gather": "#54a24b", "reduce_scatter": "#88d27a", "all_reduce": "#e45756", "all_to_all": "#ff9da6",
     "send_recv": "#9d755d", "broadcast": "#eeca3b",
 }

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from passes.graph.step_phase import BACKWARD, FORWARD
 from passes.simulation.event_simulator import COMMUNICATION, COMPUTE, StreamTask
 
-RECOMPUTE, OPTIMIZER = "recompute", "optimizer"
+RECOMPUTE, OFFLOAD, OPTIMIZER = "recompute", "offload", "optimizer"
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ class ProgramEntry:
 
     @property
     def is_work(self) -> bool:
-        """True for the model's arithmetic and the optimizer's, False for parts of communication."""
-        return self.kind in (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER)
+        """True for the model's arithmetic, copies of offloaded values and the optimizer, False for parts of communication."""
+        return self.kind in (FORWARD, RECOMPUTE, OFFLOAD, BACKWARD, OPTIMIZER)
 
 
 class RankProgram:

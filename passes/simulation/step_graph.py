@@ -27,8 +27,8 @@ class StepCall:
     `passes.simulation.memory.storage_program.ProgramOp`.
     gradient: the optimizer reads its results, or views of them, so they stay in memory until the step ends.
     runs: number of runs in a step of the whole model, where one listed layer stands for many. again_us: time of recomputing it
-    in backward, where its results are not saved. when: in the loop over microbatches, or once,
-    before it or after it.
+    in backward, where its results are not saved. offload_us: time of moving its results out of the device's memory in forward
+    and back for backward. when: in the loop over microbatches, or once, before it or after it.
     """
 
     name: str
@@ -47,6 +47,7 @@ class StepCall:
     gradient: bool = False
     runs: int = 1
     again_us: float | None = None
+    offload_us: float = 0.0
     when: When = "loop"
 
     @property

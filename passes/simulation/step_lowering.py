@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from passes.graph.step_phase import BACKWARD, FORWARD, Phase
 from passes.simulation.layer_unrolling import OUTSIDE, CallInstance, Group, layer_label, unroll_layers
-from passes.simulation.rank_program import RECOMPUTE, RankProgram
+from passes.simulation.rank_program import OFFLOAD, RECOMPUTE, RankProgram
 from passes.simulation.reduction_buckets import ReductionBuckets
 from passes.simulation.step_graph import StepCall, StepGraph, Transfer, TransferHop, storage_of
 from passes.simulation.transfer_instances import TransferInstances
@@ -71,6 +71,7 @@ class _GraphLowering:
                 self.recomputed[each.group if blocks else OUTSIDE].append(each)
         self.again = {(each.call.name, each.layer): replace(each, call=replace(each.call, us=each.call.again_us))
                       for each in self.phases[FORWARD] if each.call.again_us is not None}
+        self.away = {(each.call.name, each.layer): each for each in self.phases[FORWARD] if each.call.offload_us}
         self.storage = {call.name: storage_of(call.name, graph.by_name) for call in graph.calls}
         self.buckets = ReductionBuckets(program, self._after_bucket)
         self.microbatch, self.last = 0, True
@@ -98,6 +99,8 @@ class _GraphLowering:
                 self._run(waiting.pop(group), RECOMPUTE)
             self._bring(each)
             self._run_one(each, BACKWARD, last)
+        for each in self.away.values() if phase else ():  # read by calls that the plan does not list
+            self._copy_back(each)
         if microbatch and phase:
             self.program.compute("accumulate gradients", BACKWARD, self.graph.accumulate_us)
         self._wait_for_returned()
@@ -119,11 +122,21 @@ class _GraphLowering:
         """Recompute the operands that forward has dropped, and their dropped operands."""
         for source, _ in each.call.reads:
             name = self.storage.get(source, source)
+            away = self.away.get((name, each.layer), self.away.get((name, 0)))
+            if away is not None:
+                self._copy_back(away)
             made = self.again.get((name, each.layer), self.again.get((name, 0)))
             if made is not None and (name, made.layer) not in self.brought:
                 self.brought.add((name, made.layer))
                 self._bring(made)
                 self._run_one(made, RECOMPUTE, False)
+
+    def _copy_back(self, each: CallInstance) -> None:
+        """The second half of moving an offloaded result, in front of its first reader in backward."""
+        key = f"{OFFLOAD} {each.call.name}", each.layer
+        if key not in self.brought:
+            self.brought.add(key)
+            self.program.compute(f"copy {each.call.name}{layer_label(each)} back", OFFLOAD, each.call.offload_us / 2)
 
     def _run_one(self, each: CallInstance, phase: str, reduce: bool) -> None:
         program, call, label = self.program, each.call, each.call.name + layer_label(each)
@@ -139,6 +152,8 @@ class _GraphLowering:
             program.wait(self.made.get((source, each.layer), self.latest.get(source)))
         index = program.compute(label, phase, call.us, kernel=call.kernel)
         self._set_made(each, index)
+        if call.offload_us and phase == FORWARD:
+            program.compute(f"copy {label} to the host", OFFLOAD, call.offload_us / 2)
         for leg, repeats in into:
             if leg.value == call.name:  # a sum reduced where it is computed
                 for _ in range(repeats):

@@ -52,7 +52,7 @@ class TaskLabel:
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
     """A task as it ran. lane: index of a class of equal ranks; stream: "compute" or "communication"; kind:
-    "forward", "recompute", "backward", "optimizer" on the first, the name of the collective on the second."""
+    "forward", "recompute", "offload", "backward", "optimizer" on the first, the name of the collective on the second."""
 
     lane: int
     stream: str

@@ -13,6 +13,7 @@ from hpml_compiler.planner.graph.graph_planning import plan_graph
 from hpml_compiler.planner.offline_planner import OfflinePlanner
 from hpml_compiler.planner.search.dry_run import DryRun
 from hpml_compiler.planner.traced_model import TracedModel
+from hpml_compiler.plans.checkpointing_records import OffloadedValue
 from hpml_compiler.simulate import simulate
 from passes.annotations import read
 from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM
@@ -103,6 +104,19 @@ def test_the_simulator_plays_what_is_kept(needs, tight):
     assert any(event.kind == "recompute" for event in after.events)
     for plan, found in ((wide, before), (tight, after)):
         assert found.peak_bytes == pytest.approx(plan.peak.bytes, rel=0.1)
+
+
+def test_the_simulator_copies_what_is_offloaded(tight):
+    (graph,) = tight.graphs
+    first = next(name for name in graph.kept.saved if name in graph.operations)
+    away = {name: OffloadedValue(block=graph.operations[first].block, bytes=4096, predicted_us=us)
+            for name, us in ((first, 100.0), ("a node that the plan does not list", 40.0))}
+    moved = tight.model_copy(update={"graphs": (graph.model_copy(update={
+        "kept": graph.kept.model_copy(update={"offloaded": away})}),)})
+    before, after = (simulate(plan, overlap=False) for plan in (tight, moved))
+    copies = [event.stop_us - event.start_us for event in after.events if event.kind == "offload"]
+    assert sorted(copies) == pytest.approx([20.0, 20.0, 50.0, 50.0])
+    assert after.step_us - before.step_us == pytest.approx(140.0)
 
 
 @pytest.mark.parametrize("megabytes", [30, 22])
