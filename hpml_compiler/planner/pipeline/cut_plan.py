@@ -177,7 +177,7 @@ class FoldedCutPlan(MakesPlan):
         return CutResult(record, costs.staged.stages, _peaks(record, memory), owned, self._copies(folded.parameters), most)
 
     def _copies(self, parameters: Iterable[str]) -> dict[str, int]:
-        """How many of these parameters of the model each parameter of the graph stands for: those of equal layers."""
+        """Numbers of these parameters of the model that each parameter of the graph stands for: those of equal layers."""
         counts = Counter(map(self.folded.of_traced_layer, parameters))
         return {name: counts[self.folded.of_traced_layer(path)] for name, path in self.step.annotated.interface.names.items()}
 

@@ -120,7 +120,7 @@ def of_transformers(kind):
 
 
 def values(model):
-    """Of parameters and all buffers, also of those that no state dict has."""
+    """Values of parameters and of all buffers, also of those that no state dict has."""
     return {name: full(value).tolist() for name, value in [*model.named_parameters(), *model.named_buffers()]}
 
 
