@@ -87,8 +87,7 @@ class RunHistory:
     def state(self, now: Callable[[], float] = time.time) -> str:
         """"running", "ended", "stopped", "failed", or "silent": killed, or in a very long step."""
         last = self.attempts[-1]
-        if any(each[-1].end is None and any(event["event"] == "failed" for event in each[-1].events)
-               for each in self.ranks.values()):
+        if any(event["event"] == "failed" for each in self.ranks.values() for event in each[-1].events):
             return "failed"
         if last.end is not None:
             return str(last.end.get("how", "ended"))

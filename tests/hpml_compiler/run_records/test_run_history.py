@@ -50,6 +50,7 @@ def test_what_all_ranks_say_is_listed_once_and_each_failure_by_itself(tmp_path):
     ([window(10, 100.0)], 200.0, "silent"),
     ([window(10, 100.0, step_s=30.0)], 200.0, "running"),  # steps of 30 s
     ([event("failed", 3.0)], 4.0, "failed"),
+    ([event("failed", 3.0), {"kind": "end", "time": 4.0, "how": "ended"}], 1e9, "failed"),  # the interpreter's end closes it
     ([window(10, 100.0), {"kind": "end", "time": 101.0, "how": "ended"}], 1e9, "ended"),
 ])
 def test_state(tmp_path, records, now, state):
