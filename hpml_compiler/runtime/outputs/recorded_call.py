@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 
 from hpml_compiler.runtime.outputs.call_keys import REVERSED, fill, refs_in, target_of
 from passes import compat
-from passes.errors import BadInput, HpmlError
+from passes.errors import BadInput, HpmlError, Infeasible
 from passes.session_state import state_of
 
 log = logging.getLogger("hpml")
@@ -168,7 +168,7 @@ class RecordGraph:
                 return self._function(*arguments)
         except Exception as error:
             reason = getattr(error, "inner_exception", None) or error.__cause__ or error
-            wrong = isinstance(reason, HpmlError) and not isinstance(reason, BadInput)
+            wrong = isinstance(reason, HpmlError) and not isinstance(reason, (BadInput, Infeasible))
             if wrong:
                 raise reason from error
             if not first or not compat.is_compile_error(error):

@@ -8,6 +8,7 @@ from torch import nn
 
 from hpml_compiler.runtime.dtensor import lazy_outputs
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
+from hpml_compiler.runtime.outputs.step_output import StepOutput
 from tests.helpers.frozen import fresh
 from tests.hpml_compiler.runtime.common import full
 
@@ -176,13 +177,16 @@ def run(rank, options):
         results = []
         for chosen in (None, options):
             hp = Compiled(chosen)
-            found = [use(hp) for _ in range(2)][-1]
+            use(hp)
+            if use in IN_PARTS:
+                gathered.clear()  # of the first step alone, whose output waits to be part of a loss
+            found = use(hp)
             results.append([[full(x.detach()) for x in found], [None if p.grad is None else full(p.grad)
                                                                 for p in hp.model.parameters()]])
         torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12,
                                    msg=lambda told, use=use: f"{use.__name__}: {told}")
         assert bool(gathered) == (use in READ), (use.__name__, gathered)
-        assert type(hp.net(X)) is LazyOutput
+        assert isinstance(hp.net(X), (LazyOutput, StepOutput))
         gathered.clear()
         fresh()
 

@@ -291,6 +291,7 @@ def test_every_scene_is_as_on_one_device(launch, options, names):
     ({"loss_chunks": 4}, [*ALL[::3], "of_two_sizes"]), ({"microbatches": 4}, ["several"]),
     ({"loss_chunks": 4, "memory_budget": "4MB"}, ["kept_logits"])])
 def test_on_one_device_the_loss_is_part_of_the_step_where_that_frees_memory(options, names):
+    torch._dynamo.reset()  # loads the module of the next line
     with torch._functorch.config.patch(donated_buffer=False):
         run_scenes(0, options, names)
 
