@@ -93,7 +93,8 @@ def _description(plan: Plan, played, table: str) -> None:
             _adds_up(step.modules, graph.predicted.compute_us, graph.predicted.communication_us)
             if graph.microbatches is None and len(plan.step_graphs) == 1:  # else results of earlier microbatches are there, too
                 saved = sum(each.saved_bytes + each.offloaded_bytes for each in step.modules)
-                assert found.memory.get("saved", 0) <= saved * 1.01, "modules save what is in memory at the peak"
+                known = min(found.memory.get("saved", 0), graph.memory.activations)  # the peak also has saved copies of results
+                assert known <= saved * 1.02, "modules save what the plan says is saved"
             continue
         ranks = graph.pipeline.ranks
         for stage in step.stages:

@@ -89,7 +89,7 @@ def test_inductor_gives_what_it_gives_for_the_whole_graph(drop, caplog):
 
 
 @pytest.mark.parametrize(("compiler", "options", "layers", "share"), [
-    ("inductor", {}, 8, 0.55), ("eager", {"microbatches": 4}, 8, 0.7)])
+    ("inductor", {}, 8, 0.55), ("eager", {"microbatches": 4, "outputs": "whole"}, 8, 0.7)])
 def test_blocks_that_save_the_same_are_compiled_once_below_a_budget(compiler, options, layers, share):
     """Layers of one decision share code, and the numbers and the peak are those without regions."""
     def run(**more):
