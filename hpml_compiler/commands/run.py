@@ -10,11 +10,12 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import psutil
 import typer
 
+from hpml_compiler.commands._allocation import Allocation, allocation
 from passes.errors import BadInput, shortened
 
 MOST_CPU_RANKS = 4  # default: ranks without accelerators are for trying things out, and each costs memory
@@ -34,15 +35,23 @@ def run(
     nproc: Annotated[int | None, typer.Option(
         min=1, max=MOST_RANKS, help="Ranks on this node.",
         show_default=f"CUDA devices; without any, cores but at most {MOST_CPU_RANKS}")] = None,
-    nnodes: Annotated[str, typer.Option(help="Number of nodes, or MIN:MAX for elastic runs.")] = "1",
-    node_rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node; by default chosen at rendezvous.")] = None,
+    nnodes: Annotated[str | None, typer.Option(
+        help="Number of nodes, or MIN:MAX for elastic runs.", show_default="the scheduler's, or 1")] = None,
+    node_rank: Annotated[int | None, typer.Option(
+        min=0, envvar="PET_NODE_RANK", help="Rank of this node; by default chosen at rendezvous.")] = None,
     rdzv_endpoint: Annotated[str | None, typer.Option(
-        metavar="HOST:PORT", help="Rendezvous address; required for several nodes.")] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of all ranks after one has failed.")] = 0,
+        metavar="HOST:PORT", help="Rendezvous address; required for several nodes, except under SLURM.")] = None,
+    max_restarts: Annotated[int, typer.Option(
+        min=0, envvar="PET_MAX_RESTARTS", help="Restarts of all ranks after one has failed.")] = 0,
+    shutdown_timeout: Annotated[int | None, typer.Option(
+        min=1, metavar="SECONDS", help="How long ranks may run on after a signal, as to save a checkpoint.",
+        show_default="30")] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT names a module, as in `python -m`.")] = False,
 ) -> None:
     """Run a training script on every device with torchrun and sensible defaults.
 
+    Under SLURM (srun), number and address of the nodes are SLURM's; where srun has started one task for each rank, this process
+    becomes that rank. Kubernetes' JOB_COMPLETION_INDEX and the PET_* variables of Kubeflow are read as well.
     Sets, unless the environment has them: OMP_NUM_THREADS (cores divided by ranks), HPML_PG_TIMEOUT_S=60 (timeout of hpml's
     process groups), on one node GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (loopback) and, if ranks
     may be restarted (--max-restarts, --nnodes MIN:MAX), TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
@@ -54,14 +63,42 @@ def run(
     if not module and not Path(script).is_file():
         raise BadInput("the script does not exist", where=script, next_step="give the path of a Python file, or -m and "
                        "a module; options of `hpml run` stand before it, options of the script after it")
-    ranks = nproc if nproc is not None else default_ranks()
+    given = allocation(os.environ, started_by_hand=nnodes is not None)
+    if given is not None and given.rank is not None and nnodes is None:
+        _become_rank(given, nproc, max_restarts, module, script, arguments or [])
+    nnodes = nnodes or os.environ.get("PET_NNODES") or (str(given.nodes) if given else "1")
+    ranks = nproc or _wanted_ranks() or default_ranks()
     may_restart, alone = max_restarts > 0 or ":" in nnodes, _is_alone(nnodes, rdzv_endpoint)
     for name, value in environment_defaults(ranks, may_restart, alone).items():
         os.environ.setdefault(name, value)
     module, script, arguments = started(script, arguments or [], module, own_store=may_restart and alone)
-    options = [*_rendezvous(nnodes, node_rank, rdzv_endpoint), *(["--local-addr=127.0.0.1"] if alone else []),
+    options = [*_rendezvous(nnodes, node_rank, rdzv_endpoint, given), *(["--local-addr=127.0.0.1"] if alone else []),
                f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}", *(["--module"] if module else [])]
-    raise typer.Exit(_torchrun(options, script, arguments))
+    raise typer.Exit(_torchrun(options, script, arguments, shutdown_timeout))
+
+
+def _wanted_ranks() -> int | None:
+    """PET_NPROC_PER_NODE, if it is a number: Kubeflow also writes "auto" and "gpu", which are `hpml run`'s default."""
+    wanted = os.environ.get("PET_NPROC_PER_NODE", "")
+    return int(wanted) if wanted.isdecimal() and 1 <= int(wanted) <= MOST_RANKS else None
+
+
+def _become_rank(given: Allocation, nproc: int | None, max_restarts: int, module: bool, script: str,
+                 arguments: list[str]) -> NoReturn:
+    """Replace this process, which the scheduler has started for one rank, by the script. Raises BadInput for options that need
+    a launcher of several ranks."""
+    if nproc not in (None, given.local_ranks) or max_restarts:
+        raise BadInput(f"{given.scheduler} has started {given.ranks} tasks on {given.nodes} nodes, one for each rank, so "
+                       "`hpml run` neither starts nor restarts any", where="--max-restarts" if max_restarts else "--nproc",
+                       next_step="leave the option out, or start one task per node: srun --ntasks-per-node=1 hpml run ...")
+    assert given.endpoint is not None
+    host, _, port = given.endpoint.rpartition(":")
+    for name, value in environment_defaults(given.local_ranks, alone=given.nodes == 1).items():
+        os.environ.setdefault(name, value)
+    os.environ |= {"RANK": str(given.rank), "WORLD_SIZE": str(given.ranks), "LOCAL_RANK": str(given.local_rank),
+                   "LOCAL_WORLD_SIZE": str(given.local_ranks), "MASTER_ADDR": host, "MASTER_PORT": port}
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", RANK_MODULE, *(["-m"] if module else []), script, *arguments])
 
 
 def started(script: str, arguments: list[str], module: bool, own_store: bool = False) -> tuple[bool, str, list[str]]:
@@ -150,28 +187,35 @@ def _check_endpoint(endpoint: str, binds: bool) -> None:
                        next_step="give an address of the node of rank 0, and run rank 0 there") from error
 
 
-def _rendezvous(nnodes: str, node_rank: int | None, endpoint: str | None) -> list[str]:
+def _rendezvous(nnodes: str, node_rank: int | None, endpoint: str | None, given: Allocation | None = None) -> list[str]:
+    """Options of torchrun with which the nodes find each other."""
     counts = re.fullmatch(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", nnodes, re.ASCII)
     if counts is None or (counts[2] and int(counts[2]) < int(counts[1])):
         raise BadInput(f"{shortened(nnodes)!r} is not a number of nodes", where="--nnodes",
                        next_step="write --nnodes 2, or MIN:MAX as in 1:4")
     if nnodes == "1" and endpoint is None:
         return ["--standalone"]  # chooses a free port, so that several runs fit on one machine
+    if endpoint is None and given is not None:
+        endpoint = given.endpoint
     if endpoint is None:
         raise BadInput("several nodes need a rendezvous address", where=f"--nnodes {nnodes}",
                        next_step="add --rdzv-endpoint HOST:PORT, the same on every node")
-    _check_endpoint(endpoint, binds=nnodes == "1" or node_rank == 0)
+    number = given.node if given is not None and node_rank is None else node_rank
+    _check_endpoint(endpoint, binds=nnodes == "1" or number == 0)
     meeting = [f"--nnodes={nnodes}", f"--rdzv-endpoint={endpoint}"]
-    if node_rank is None:
-        return [*meeting, "--rdzv-backend=c10d"]
-    return [*meeting, "--rdzv-backend=static", f"--node-rank={node_rank}"]
+    if node_rank is not None:
+        return [*meeting, "--rdzv-backend=static", f"--node-rank={node_rank}"]
+    if given is not None and given.node is not None:  # torch would compare host names, of which a pod or node may have several
+        meeting += [f"--rdzv-conf=is_host={int(given.node == 0)}", *([f"--rdzv-id={given.run_id}"] if given.run_id else [])]
+    return [*meeting, "--rdzv-backend=c10d"]
 
 
-def _torchrun(options: list[str], script: str, arguments: list[str]) -> int:
+def _torchrun(options: list[str], script: str, arguments: list[str], shutdown_timeout: int | None = None) -> int:
     """Run torchrun in this process, so that ranks share its interpreter, and return the script's exit code.
 
     As a child process torchrun would exit with 1 on every failure.
     """
+    import torch
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -182,6 +226,11 @@ def _torchrun(options: list[str], script: str, arguments: list[str]) -> int:
     parsed.training_script_args = arguments  # torchrun's parser would match their prefixes with its own options
     if hasattr(parsed, "signals_to_handle") and hasattr(signal, "SIGUSR1"):
         parsed.signals_to_handle += ",SIGUSR1"  # passed on to the ranks; SLURM sends it before the time limit
+    if shutdown_timeout is not None:
+        if not hasattr(parsed, "shutdown_timeout"):
+            raise BadInput(f"torchrun of torch {torch.__version__} gives ranks 30 s", where="--shutdown-timeout",
+                           next_step="leave it out, or install torch 2.13 or later")
+        parsed.shutdown_timeout = shutdown_timeout
     try:
         compat.open_stores_on_loopback()
         torchrun.run(parsed)
