@@ -6,6 +6,7 @@ from dataclasses import replace
 from hpml_compiler.monitor.report import Report
 from hpml_compiler.monitor.stage_monitor import STAGES_ARE_MEASURED, StagesReport
 from hpml_compiler.runtime.outputs.loss_memory import LossMemories
+from hpml_compiler.runtime.outputs.output_wrapper import OutputUses
 from hpml_compiler.session import session
 from hpml_compiler.visualize.description.describe_plan import loss_words
 from passes.errors import BadInput
@@ -27,7 +28,8 @@ def last_report() -> Report:
     current = session.current()
     chunked = (f"{name}: the loss is computed {loss_words(found)}" for name, found in current.loss_chunks.items()
                if found.count > 1 or current.options.loss_chunks != "auto")
-    return replace(report, losses=(*(line for each in state_of(LossMemories) if (line := each.described())), *chunked))
+    return replace(report, losses=(*(line for each in state_of(LossMemories) if (line := each.described())), *chunked),
+                   outputs=tuple(use.described() for use in state_of(OutputUses).values() if use.calls or use.made))
 
 
 def last_stages() -> StagesReport:

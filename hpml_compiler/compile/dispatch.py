@@ -67,7 +67,7 @@ def _on_one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Opti
     """Sizes become numbers where the script's loss may be part of the step, for the first few of them."""
     def compile_(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         waits = LossOfScript(graph, given, options, compile_graph)
-        return waits.around(compile_single_device(graph, given, options))
+        return waits.around(compile_single_device(graph, given, waits.alone))
 
     if not any(isinstance(x, torch.SymInt) for x in example_inputs) or not torch.is_grad_enabled() or not (
             options.shards_outputs and frees_memory(gm, options) and may_fix_sizes(gm)):
@@ -77,6 +77,7 @@ def _on_one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Opti
 
 def _on_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool) -> Callable[..., Any]:
     waits = LossOfScript(gm, example_inputs, options, compile_graph)
+    options = waits.alone
     if not defers or not defers_outputs(options):
         return waits.around(_compile_for_ranks(gm, example_inputs, options))
 

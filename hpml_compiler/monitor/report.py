@@ -63,6 +63,8 @@ class Report:
     losses: tuple[str, ...] = ()
     """For each graph that returns no loss: the call in the script by which its loss became part of the step, or the reason why
     it did not. Then, for each graph: in how many chunks its loss is computed on this rank."""
+    outputs: tuple[str, ...] = ()
+    """For each large output of a graph: in how many calls it was made, and which lines of the script read or gathered it."""
 
     @property
     def could_be_another_plan(self) -> bool:
@@ -79,7 +81,7 @@ class Report:
 
     def text(self) -> str:
         """The report as one line."""
-        return "; ".join((f"{self._time_and_memory()}{self._energy()}", *self.losses))
+        return "; ".join((f"{self._time_and_memory()}{self._energy()}", *self.losses, *self.outputs))
 
     def _energy(self) -> str:
         found = [] if self.energy_j is None else [f"predicted {self.energy_j:.4g} J (estimated)"]

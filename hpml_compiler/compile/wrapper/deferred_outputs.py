@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -24,6 +24,7 @@ from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
 from hpml_compiler.runtime.outputs.call_modes import Modes
 from hpml_compiler.runtime.outputs.deferred_output import DeferredCall, DeferredOutput
 from hpml_compiler.runtime.outputs.kept_inputs import AllCopies, KeptInputs, can_be_watched
+from hpml_compiler.runtime.outputs.output_wrapper import OutputUse, OutputUses
 from hpml_compiler.runtime.outputs.record import AllRecords
 from hpml_compiler.runtime.outputs.recorded_output import OutputRecorder, RecordedOutput
 from hpml_compiler.session import session
@@ -51,10 +52,10 @@ def with_deferred_outputs(gm: GraphModule, given: Sequence[Any], compile_: Compi
     if split is None or not can_be_watched():
         return compile_(gm if split is None else split.whole, given)
     compat.trace_after(DeferredOutput, DeferredOutput.read_by_dynamo)
-    start = time.perf_counter()
+    start, name = time.perf_counter(), session.current().next_name()
     first = compile_(gm, given)
     fixed = not any(isinstance(x, torch.SymInt) for x in given)
-    return _DeferringGraph(split, first, compile_ if fixed else None, time.perf_counter() - start).call
+    return _DeferringGraph(name, split, first, compile_ if fixed else None, time.perf_counter() - start).call
 
 
 def with_outputs_of_ranks(gm: GraphModule, given: Sequence[Any], compile_: Compile, whole: Callable[[GraphModule], Call],
@@ -68,54 +69,90 @@ def with_outputs_of_ranks(gm: GraphModule, given: Sequence[Any], compile_: Compi
     split = split_outputs(gm)
     if split is None:
         return compile_(gm, given)
-    first = compile_(gm, given)
-    return _RecordingGraph(split, first, whole, compile_options).call
+    name, first = session.current().next_name(), compile_(gm, given)
+    return _RecordingGraph(name, split, first, whole, compile_options).call
 
 
-class _DeferringGraph:
-    """compile_: compiles the whole graph; None where its sizes are not fixed, so that only Dynamo can. compile_s: seconds that
-    compiling the first graph took."""
+class _SplitGraph:
+    """A graph whose large outputs were split off. calls: that were made; last_read: the latest whose outputs were read. uses:
+    what the script does with each result of the rest."""
 
-    def __init__(self, split: OutputSplit, first: Call, compile_: Compile | None, compile_s: float) -> None:
-        self.split, self.first, self.compile = split, first, compile_
+    def __init__(self, name: str, split: OutputSplit, first: Call) -> None:
+        self.split, self.first = split, first
         results = [node for node in returned_nodes(split.rest) if node is not None]
         self.like: list[torch.Tensor] = [node.meta["example_value"] for node in results]
         self.what = f"output {', '.join(map(str, results))} of the model"
-        self.modes = _modes(split)
-        self.copies: AllCopies = WeakValueDictionary()
-        self.left_s = WORTH * compile_s
-        self.calls = self.last_deferred = self.last_read = 0
+        self.modes = Modes(self.like[0].device.type)  # those that are in force now
+        self.calls = self.last_read = 0
         self.whole: Call | None = None
-        self.stopped = False
+        places, known = {place: position for position, place in reversed(split.places)}, state_of(OutputUses)
+        stay = [k for k in range(len(returned_nodes(split.whole))) if k not in dict(split.places)]
+        known.move(name, dict(enumerate(stay)))
+        self.uses = [known.of(name, places[k], str(node)) for k, node in enumerate(results)]
 
     @compat.untraced
     def call(self, *arguments: Any) -> Any:
         self.calls += 1
-        if self.compile is not None and (self.stopped or self._is_worth_it()):
+        for use in self.uses:
+            use.calls += 1
+        if self._computes_all():
+            self._note_made()
             if self.whole is None:
-                self.whole = self.compile(self.split.whole, arguments)
+                self.whole = self._compile_whole(arguments)
             return self.whole(*arguments)
         results = list(self.first(*arguments))
-        sources = [results[k] for k in self.split.sources]
-        del results[len(results) - self.split.added:]
-        nodes = {x.grad_fn for x in (*results, *sources) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
-        outputs = self._outputs(sources, [arguments[k] for k in self.split.takes], nodes)
+        own = len(results) - self.split.added
+        outputs = self._outputs(results, own, [arguments[k] for k in self.split.takes])
+        del results[own:]
         for position, place in self.split.places:
             results.insert(position, outputs[place])
         return results
 
-    def _is_worth_it(self) -> bool:
-        return self.last_deferred == self.last_read > 0 and self.left_s <= 0 and self.calls % CALLS_UNTIL_CHECK > 0
+    def _note_made(self) -> None:
+        for use in self.uses:
+            use.made += 1
+
+    def _computes_all(self) -> bool:
+        """True if forward computes all outputs in this call."""
+        raise NotImplementedError
+
+    def _compile_whole(self, arguments: Sequence[Any]) -> Call:
+        raise NotImplementedError
+
+    def _outputs(self, results: Sequence[Any], own: int, takes: Sequence[Any]) -> Sequence[Any]:
+        """The outputs that were split off. results: of the first graph, of which those from `own` on are no output."""
+        raise NotImplementedError
+
+
+class _DeferringGraph(_SplitGraph):
+    """On one device. compile_: compiles the whole graph; None where its sizes are not fixed, so that only Dynamo can.
+    compile_s: seconds that compiling the first graph took."""
+
+    def __init__(self, name: str, split: OutputSplit, first: Call, compile_: Compile | None, compile_s: float) -> None:
+        super().__init__(name, split, first)
+        self.compile, self.left_s = compile_, WORTH * compile_s
+        self.copies: AllCopies = WeakValueDictionary()
+        self.last_deferred, self.stopped = 0, False
+
+    def _computes_all(self) -> bool:
+        worth = self.last_deferred == self.last_read > 0 and self.left_s <= 0 and self.calls % CALLS_UNTIL_CHECK > 0
+        return self.compile is not None and (self.stopped or worth)
+
+    def _compile_whole(self, arguments: Sequence[Any]) -> Call:
+        assert self.compile is not None
+        return self.compile(self.split.whole, arguments)
 
     def stop(self) -> None:
         self.stopped = True
 
-    def _outputs(self, sources: Sequence[torch.Tensor], arguments: Sequence[Any], nodes: Iterable[Any],
-                 ) -> Sequence[torch.Tensor]:
+    def _outputs(self, results: Sequence[Any], own: int, takes: Sequence[Any]) -> Sequence[torch.Tensor]:
+        sources = [results[k] for k in self.split.sources]
         if self.stopped or compat.inside_transform():
-            return self._compute(sources, arguments)
+            self._note_made()
+            return self._compute(sources, takes)
+        nodes = {x.grad_fn for x in (*results[:own], *sources) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
         self.last_deferred = number = self.calls
-        kept, versions = KeptInputs(arguments, self.copies, self.what), [x._version for x in sources]
+        kept, versions = KeptInputs(takes, self.copies, self.what), [x._version for x in sources]
         for node in nodes:
             node.register_prehook(kept.copy_after_backward())
 
@@ -128,12 +165,13 @@ class _DeferringGraph:
             values = self._compute(sources, kept.values())
             self.left_s -= time.perf_counter() - start
             self.last_read = number
+            self._note_made()
             return values
 
         made = DeferredCall(compute, self.stop)
-        shaped = self._of_sizes(sources, arguments)
-        return [DeferredOutput(like, x.shape, x.stride(), made, k)
-                for k, (like, x) in enumerate(zip(self.like, shaped, strict=True))]
+        shaped = self._of_sizes(sources, takes)
+        return [DeferredOutput(like, x.shape, x.stride(), made, k, use=use)
+                for k, (like, x, use) in enumerate(zip(self.like, shaped, self.uses, strict=True))]
 
     def _of_sizes(self, sources: Sequence[torch.Tensor], arguments: Sequence[Any]) -> Sequence[torch.Tensor]:
         """Tensors without data, of the shapes and strides of this call's outputs."""
@@ -148,41 +186,37 @@ class _DeferringGraph:
             return self.split.rest(*sources, *arguments)
 
 
-class _RecordingGraph:
+class _RecordingGraph(_SplitGraph):
     """On several ranks. reads: calls in a row whose outputs were read."""
 
-    def __init__(self, split: OutputSplit, first: Call, whole: Callable[[GraphModule], Call], compile_options: str) -> None:
-        self.split, self.first, self._compile_whole, self._recorder = split, first, whole, OutputRecorder(compile_options)
-        self.modes, self._mesh = _modes(split), session.current().mesh
-        self.whole: Call | None = None
-        self.calls = self.last_read = self.reads = 0
+    def __init__(self, name: str, split: OutputSplit, first: Call, whole: Callable[[GraphModule], Call],
+                 compile_options: str) -> None:
+        super().__init__(name, split, first)
+        self._make_whole, self._recorder = whole, OutputRecorder(compile_options)
+        self._mesh, self.reads = session.current().mesh, 0
 
-    @compat.untraced
-    def call(self, *arguments: Any) -> Any:
-        self.calls += 1
-        if self.reads >= READS_ON_RANKS:
-            if self.whole is None:
-                self.whole = self._compile_whole(self.split.whole)
-            return self.whole(*arguments)
-        results = list(self.first(*arguments))
+    def _computes_all(self) -> bool:
+        return self.reads >= READS_ON_RANKS
+
+    def _compile_whole(self, arguments: Sequence[Any]) -> Call:
+        return self._make_whole(self.split.whole)
+
+    def _outputs(self, results: Sequence[Any], own: int, takes: Sequence[Any]) -> Sequence[Any]:
         state_of(AllRecords).end()
         with self.modes.again():
             sources = [self._as_sharded(results[k]) for k in self.split.sources]
-            outputs = self.split.rest(*sources, *[arguments[k] for k in self.split.takes])
-        own = len(results) - self.split.added
+            outputs = self.split.rest(*sources, *takes)
         at_once = any(k < own and not isinstance(results[k], LazyOutput) for k in self.split.sources)
-        del results[own:]
-        for output in outputs:
+        for output, use in zip(outputs, self.uses, strict=True):
             if at_once and isinstance(output, RecordedOutput):  # the script may write to a hidden state unnoticed
                 output.read()
             if isinstance(output, RecordedOutput) and "value" not in vars(output):
                 output.is_output = True
-                output.record.on_need[output.number] = functools.partial(self._note_read, self.calls)
+                output.record.on_need[output.number] = functools.partial(self._note_read, self.calls, use)
             else:
                 self.reads = READS_ON_RANKS
-        for position, place in self.split.places:
-            results.insert(position, outputs[place])
-        return results
+                use.made += 1
+        return outputs
 
     def _as_sharded(self, source: torch.Tensor) -> torch.Tensor:
         """A hidden state that each rank has in full, as an output like those that are sharded: what is called on it is
@@ -193,12 +227,9 @@ class _RecordingGraph:
         spec = compat.interned_spec(compat.dtensor_spec(mesh, [Replicate()] * mesh.ndim, source))
         return lazy_output(source, spec, OutputState("a hidden state of the model", None, self._recorder))
 
-    def _note_read(self, call: int) -> None:
+    def _note_read(self, call: int, use: OutputUse) -> None:
+        use.made += 1
+        use.note_read()
         if call != self.last_read:
             self.reads = self.reads + 1 if call == self.last_read + 1 else 1
             self.last_read = call
-
-
-def _modes(split: OutputSplit) -> Modes:
-    """The modes that are in force now, for the results of the rest."""
-    return Modes(next(node.meta["example_value"].device.type for node in returned_nodes(split.rest) if node is not None))

@@ -44,7 +44,14 @@ class LossOfScript:
         for maker in () if self.calls_on else makers:
             maker.stop(TAKEN)
         self.copy = copy_graph(gm) if _can_wait(gm, given, options) else None
+        self.chunks = options.loss_chunks if isinstance(options.loss_chunks, int) else 1
         self.sources = compat.input_sources(gm)
+
+    @property
+    def alone(self) -> Options:
+        """Options of the graph without the loss: chunks are for the graph with it."""
+        waits = self.copy is not None and self.chunks > 1
+        return self.options.model_copy(update={"loss_chunks": 1}) if waits else self.options
 
     def around(self, call: Call) -> Call:
         """Wrap the compiled graph."""
@@ -63,20 +70,22 @@ class LossOfScript:
             log.info("%s returns no loss, so its first step runs as GPipe: once the script's loss is known, it is part of the "
                      "schedule", leaf.__name__)
         wholes: list[str] = []
-        memory = LossMemory(self.name, call, leaf, functools.partial(self._compiled, leaf, wholes), wholes)
+        memory = LossMemory(self.name, call, leaf, functools.partial(self._compiled, leaf, wholes), wholes,
+                            self.chunks)
 
         @compat.untraced
         def wait(*args: Any) -> Any:
             state_of(OpenCalls).settle("another call of a compiled model")
+            memory.note_call()
             if not memory.can_wait(args):
-                return call(*args)
+                return memory.run_alone(*args) if memory.uses else call(*args)
             if memory.first is None:
                 results = memory.look(args)
                 return results if memory.first is None else StepCalls(memory, memory.first, args, results).outputs(StepOutput)
             if memory.to_agree:
                 memory.agree()
             if memory.stopped:
-                return call(*args)
+                return memory.run_alone(*args)
             calls = StepCalls(memory, memory.first, args)
             if not memory.losses:
                 calls.learn("")

@@ -35,13 +35,14 @@ READING = ("this output of the model is sharded, and its first use gathers it fr
 class OutputState:
     """State shared by an output and its detached copies: a description and, after the first use of any of them, the full
     tensor, without a gradient. recorder: records calls on it; None where they gather it. maker: what makes later calls of
-    its graph wait for the loss."""
+    its graph wait for the loss. use: notes what the script does with it."""
 
-    __slots__ = ("data", "gradient", "looked_at", "maker", "recorder", "thread", "what")
+    __slots__ = ("data", "gradient", "looked_at", "maker", "recorder", "thread", "use", "what")
 
-    def __init__(self, what: str, gradient: InputCheck | None, recorder: Any = None, maker: Any = None) -> None:
+    def __init__(self, what: str, gradient: InputCheck | None, recorder: Any = None, maker: Any = None,
+                 use: Any = None) -> None:
         self.what, self.gradient, self.thread, self.recorder = what, gradient, threading.current_thread(), recorder
-        self.maker = maker
+        self.maker, self.use = maker, use
         self.data: torch.Tensor | None = None
         self.looked_at: torch.Tensor | None = None
 
@@ -63,6 +64,8 @@ class OutputState:
                             "from all ranks, which threads would do at different times", threading.current_thread().name,
                             "use it where the model is called first (as in logits = logits.numpy()), and pass the result on")
         require_all_ranks(what, READING, every=0)
+        if self.use is not None:
+            self.use.note_gather(spec.tensor_meta)
         with activity(what), torch.inference_mode(False), torch.no_grad():
             return gathered_from_parts(part, spec)
 
@@ -149,7 +152,8 @@ class LazyOutput(PlacedTensor):
             return self
         if made.device != part.device or made.stride() != part.stride() or made.is_pinned() != part.is_pinned():
             return None
-        shared = shared if name == "detach" else OutputState(shared.what, shared.gradient, shared.recorder, shared.maker)
+        shared = shared if name == "detach" else OutputState(
+            shared.what, shared.gradient, shared.recorder, shared.maker, shared.use)
         return lazy_output(made, _spec_like(self._spec, made), shared)
 
     def detached(self, func: Callable[..., Any]) -> LazyOutput:

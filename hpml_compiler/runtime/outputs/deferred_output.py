@@ -57,19 +57,23 @@ class DeferredOutput(torch.Tensor):
     position: int
     detached: bool
     value: torch.Tensor
+    use: Any
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, shape: Sequence[int], stride: Sequence[int], call: DeferredCall, position: int,
-                detached: bool = False) -> Any:
-        """like: a tensor, possibly a fake, of the same dtype and device, that requires a gradient if the output does."""
+                detached: bool = False, use: Any = None) -> Any:
+        """like: a tensor, possibly a fake, of the same dtype and device, that requires a gradient if the output does. use:
+        counts its reads."""
         made: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, shape, stride, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad and not detached)
-        made.call, made.position, made.detached = call, position, detached
+        made.call, made.position, made.detached, made.use = call, position, detached, use
         return made
 
     def read(self) -> None:
         """Become the plain tensor with the values. While a weak reference to this object exists, torch cannot exchange the two:
         then this object stands for the tensor in every call."""
+        if self.use is not None:
+            self.use.note_read()
         self.become(self.call.value(self.position, self.detached))
 
     def become(self, value: torch.Tensor) -> None:
@@ -96,7 +100,7 @@ class DeferredOutput(torch.Tensor):
                 if name == "__get__" and func.__self__.__name__ in DESCRIPTION or name in QUESTIONS:
                     return func(*args, **kwargs)
                 if name == "detach":
-                    return DeferredOutput(first, first.shape, first.stride(), first.call, first.position, detached=True)
+                    return DeferredOutput(first, first.shape, first.stride(), first.call, first.position, True, first.use)
                 if _CASTS.get(name) is first.dtype and len(args) == 1 and not kwargs:
                     return first
             plain_args, plain_kwargs = compat.pytree.tree_map_only(DeferredOutput, _plain, (args, kwargs))

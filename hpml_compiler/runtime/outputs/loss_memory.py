@@ -7,7 +7,7 @@ the graph runs alone, and the new calls are noted. All ranks agree on what they 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
 from hpml_compiler.runtime.outputs.call_keys import Ref, refs_in
 from hpml_compiler.runtime.outputs.call_modes import is_unread
+from hpml_compiler.runtime.outputs.deferred_output import DeferredOutput
+from hpml_compiler.runtime.outputs.output_wrapper import OutputUse, OutputUses
 from hpml_compiler.runtime.outputs.record import AllRecords
 from hpml_compiler.runtime.outputs.recorded_call import RecordedCall, RecordedValue
 from hpml_compiler.runtime.outputs.recorded_output import recordable_now
@@ -81,12 +83,14 @@ class LossMemory:
 
     losses: by the call that computes them. refused: calls after which the script needed gradients at other values, too.
     leading: calls on the way to a loss. parts: names of the graph and of those for the script's calls; wholes: of the graphs
-    that run instead of these, with the loss, the latest last. stopped: reason why the graph waits no more.
+    that run instead of these, with the loss, the latest last. stopped: reason why the graph waits no more. uses: of the results
+    in the script, by number. chunks: number of chunks that the script asks for, 1 if it does not.
     """
 
     def __init__(self, name: str, run: Call, leaf: Call, compile_: Callable[[torch.fx.GraphModule], Call],
-                 wholes: list[str]) -> None:
-        self.name, self.run, self.leaf, self.compile = name, run, leaf, compile_
+                 wholes: list[str], chunks: int = 1) -> None:
+        self.name, self.run, self.leaf, self.compile, self.chunks = name, run, leaf, compile_, chunks
+        self.uses: dict[int, OutputUse] = {}
         self.parts, self.wholes = [name], wholes
         self.failures = self.successes = 0
         self.first: RecordedCall | None = None
@@ -109,6 +113,8 @@ class LossMemory:
             self.losses.clear()
             self._lead()
             log.info("%s", self.described())
+            if self.chunks > 1:
+                log.warning("the loss is not computed in chunks: %s", self.described())
 
     def described(self) -> str:
         """A line for reports; "" before anything is known."""
@@ -196,25 +202,43 @@ class LossMemory:
         if reason := next(filter(None, from_all_ranks(mine)), ""):  # a rank sees those of its own stages
             self.stop(reason)
             return results
+        fakes, count, known = state_of(AllRecords).fakes, len(args), state_of(OutputUses)
+        self.uses = {count + k: known.of(self.name, k, f"of shape {tuple(x.shape)}") for k, x in enumerate(results)}
+        self.note_call()
         self._note_outputs(results)
-        fakes, count = state_of(AllRecords).fakes, len(args)
         self.values = tuple(RecordedValue(fakes.like(x), k, k < count) for k, x in enumerate((*args, *results)))
         numbers = tuple(range(count, len(self.values)))
         root = RecordedCall()
-        self.first = RecordedCall(root, self._run, self.leaf, tuple(map(Ref, range(count))), {}, self.values, numbers,
+        self.first = RecordedCall(root, self.run_alone, self.leaf, tuple(map(Ref, range(count))), {}, self.values, numbers,
                                   frozenset(numbers), compat.pytree.tree_flatten([0] * len(numbers))[1])
         self.draws, self.to_agree = not all(map(torch.equal, before, generator_states())), True
         return results
 
-    def _run(self, *args: Any) -> list[Any]:
+    def note_call(self) -> None:
+        for use in self.uses.values():
+            use.calls += 1
+
+    def note_reads(self, numbers: Sequence[int]) -> None:
+        for k in self.uses.keys() & numbers:
+            self.uses[k].note_read()
+
+    def note_returned(self, values: Mapping[int, Any]) -> None:
+        """Count results that are returned beside the loss, and not deferred."""
+        for k in values.keys() & self.uses.keys():
+            self.uses[k].made += not isinstance(values[k], DeferredOutput)
+
+    def run_alone(self, *args: Any) -> list[Any]:
+        """The results of the graph without the script's calls."""
         results = list(self.run(*args))
         self._note_outputs(results)
         return results
 
     def _note_outputs(self, results: Sequence[Any]) -> None:
-        for x in results:
+        for x, use in zip(results, self.uses.values(), strict=True):
             if isinstance(x, LazyOutput):
                 vars(x)["shared"].maker = self
+            else:
+                use.made += 1
 
 
 def _obstacle(args: Sequence[Any], versions: Sequence[int], results: Sequence[Any]) -> str:

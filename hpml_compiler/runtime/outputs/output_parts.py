@@ -36,6 +36,8 @@ class OutputParts:
                 connected.append(position)
             else:
                 local[position] = output._local_tensor.detach()
+            if (use := getattr(vars(output).get("shared"), "use", None)) is not None:
+                use.on_shards += 1
         if connected:
             parts = _PartsOfOutputs.apply([self._specs[k] for k in connected], *[args[k] for k in connected])
             for position, part in zip(connected, parts, strict=True):

@@ -171,6 +171,8 @@ class StepCalls(CallRecord):
                 self.value_for(call.name(), ())
                 return call.func(*fill(call.args, lambda k: plain(operands[k])),
                                  **fill(call.kwargs, lambda k: plain(operands[k])))
+            if self.loss is not None and call.name() != "detach":
+                self.memory.note_reads(needed)
             known = self.known
             known.update(self._made(call, lambda k: known[k] if k in known else operands[k]))
         results = dict(operands)
@@ -205,6 +207,7 @@ class StepCalls(CallRecord):
             self.learn("")
             return None
         self.loss, self.known = call, dict(zip(loss.kept, made[1:], strict=True))
+        self.memory.note_returned(self.known)
         self._kept.clear()
         state_of(OpenCalls).latest = None
         return made[0]

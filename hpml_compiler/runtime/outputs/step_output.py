@@ -63,6 +63,7 @@ class StepOutput(RecordedOutput):
 
 def _not_noted(record: StepCalls, ours: Sequence[StepOutput], func: Callable[..., Any], name: str, args: tuple,
                kwargs: dict[str, Any]) -> Any:
+    record.memory.note_reads([x.number for x in ours])
     between = [x for x in on_the_way(name, args, kwargs) if isinstance(x, StepOutput)]
     for each in between:
         if "value" not in vars(each):

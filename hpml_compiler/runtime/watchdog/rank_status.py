@@ -42,21 +42,38 @@ class RankStatus:
         return f"in {self.at}" if self.inside else f"after {self.at}"
 
 
-_LIBRARIES = tuple(str(Path(path).resolve()) for path in (
+_LIBRARIES = ("<", *(str(Path(path).resolve()) for path in (
     Path(torch.__file__).parent, Path(__file__).parents[2], Path(__file__).parents[3] / "passes",
     Path(threading.__file__).parent,
-    *(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))))
+    *(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))))
 
 
 def line_of_script() -> str:
     """Location of the main thread in the user's code: `train.py:57 in evaluate`; "" if it is in none."""
-    frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
+    return _script_line(sys._current_frames().get(threading.main_thread().ident or 0))[0]
+
+
+def call_of_script() -> str:
+    """The torch function that the user's code calls in this thread, and from where: `argmax at train.py:57 in evaluate`."""
+    line, call = _script_line(sys._getframe(1))
+    return f"{call} at {line}" if line else call
+
+
+def _script_line(frame: Any) -> tuple[str, str]:
+    """The innermost line of the user's code, "" if there is none, and the function that it calls: of torch's, the one that
+    came to a class of tensors."""
+    call, handled = "", ""
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(("<", *_LIBRARIES)):
-            return f"{Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        code = frame.f_code
+        if not code.co_filename.startswith(_LIBRARIES):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}", handled or call
+        call = code.co_name
+        if call == "__torch_function__":
+            func = frame.f_locals.get("func")
+            handled = getattr(func, "__name__", "") or handled
+            handled = func.__self__.__name__ if handled == "__get__" else handled  # type: ignore[union-attr]
         frame = frame.f_back
-    return ""
+    return "", handled or call
 
 
 def collective_of_script() -> tuple[str, int]:

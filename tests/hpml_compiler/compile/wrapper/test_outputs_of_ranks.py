@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hpml_compiler.compile.wrapper import deferred_outputs
+from hpml_compiler.runtime.outputs.output_wrapper import OutputUses
 from hpml_compiler.runtime.outputs.recorded_output import RecordedOutput
+from passes.session_state import state_of
 from tests.helpers.frozen import fresh
 from tests.hpml_compiler.runtime.common import full
 
@@ -113,6 +115,8 @@ def changed_in_place(call, optimizer):
 SCENES = (unread, read_at_once, read_after_the_step, read_after_the_next_call, copied_and_pickled, gradient_through_the_logits,
           other_sizes, read_in_many_steps, changed_in_place,
           gradient_after_the_step)
+REPORTED = {unread: (0,), read_at_once: (STEPS, "argmax at test_outputs_of_ranks.py")}
+"""Scenes in which a report is checked: calls in which the logits were made, and the functions of the script that read them."""
 
 
 def run(rank, mesh, tied):
@@ -128,6 +132,11 @@ def run(rank, mesh, tied):
             results.append([[full(x) for x in found], [full(p.detach()) for p in model.parameters()]])
         torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-11,
                                    msg=lambda told, scene=scene: f"{scene.__name__}: {told}")
+        if scene in REPORTED:
+            use = state_of(OutputUses)["graph_0", 1]
+            made, *lines = REPORTED[scene]
+            assert use.calls == STEPS + 1 and use.made == made and not use.gathers, (scene, use)
+            assert [where.split(":")[0] for where in use.reads] == lines and (lines or "never read" in use.described()), use
         kind = type(call(X, Y)[1])
         assert (kind is RecordedOutput) == (scene is not read_in_many_steps), (scene, kind)
         fresh()

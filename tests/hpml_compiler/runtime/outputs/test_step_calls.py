@@ -244,6 +244,8 @@ SCENES = {plain: IN_STEP, kept_logits: IN_STEP, metrics_first: ALONE, metrics_be
           several: IN_STEP, evaluated: IN_STEP, twice: ALONE, of_two_sizes: IN_STEP, accumulated: IN_STEP, scaled: IN_STEP,
           noisy: ALONE, dropped: IN_STEP, normed: ALONE, changed_target: IN_STEP, changed_parameter: ALONE, again: IN_STEP,
           asked: IN_STEP, asked_between: ALONE, hooked: ALONE, failing: IN_STEP, saved: IN_STEP, own_loop: IN_STEP}
+USES = {plain: (1, set()), kept_logits: (7, {"argmax", "max", "logsumexp"}), metrics_first: (7, {"argmax"})}
+"""Of 7 calls, those in which the logits are made, and the functions that the script calls on them: with a mesh of two ranks."""
 
 
 def run_scenes(rank, options, names, told=False):
@@ -268,6 +270,11 @@ def run_scenes(rank, options, names, told=False):
         assert {bool(each.losses) for each in state_of(LossMemories)} == {how == IN_STEP}, (scene.__name__, memory.stopped)
         if not options.get("mesh"):
             continue
+        if scene in USES and options == {"mesh": {"dp": 2}}:
+            use = next(iter(memory.uses.values()))
+            where = {line.split(" at ")[0] for line in (*use.reads, *use.gathers)}
+            assert (use.calls, use.made, where) == (7, *USES[scene]), (scene, use)
+            assert all(" at test_step_calls.py:" in line for line in (*use.reads, *use.gathers)), use
         shown = {graph.name for graph in hpml_compiler.last_plan().step_graphs}
         alone = {each.name for each in state_of(LossMemories)}
         fits = shown and shown.isdisjoint(alone) and len(shown) <= len(alone)  # of two sizes, the latest counts
