@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, MethodDescriptorType, WrapperDescriptorType
@@ -24,6 +25,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 REVERSED: dict[str, Callable[..., Any]] = {
     f"__r{name}__": _OPERATORS[f"__{name}__"] for name in (*_BINARY, "div")}
 """Operators whose operands come in the other order."""
+_NAMES = {func: name for name in _OPERATORS if isinstance(func := getattr(torch.Tensor, name, None), FunctionType)}
+"""Names of operators by their functions: that of `**` calls itself pow, as the method does."""
 _MODULES = frozenset(("torch", "torch.nn.functional", "torch.functional", "torch._tensor", "torch.special", "torch.linalg"))
 _CONSTANTS = frozenset((type(None), bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(...)))
 
@@ -42,7 +45,7 @@ class Ref:
 
 def target_of(func: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | str | None:
     """The target of an FX node for a torch function: a function, or a method's name; None if it cannot be recorded."""
-    name = getattr(func, "__name__", "")
+    name = _NAMES.get(func) or getattr(func, "__name__", "")
     if name == "__get__":
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return attribute if attribute in ("T", "mT") else None
@@ -53,7 +56,8 @@ def target_of(func: Callable[..., Any], args: Sequence[Any]) -> Callable[..., An
     if isinstance(func, (MethodDescriptorType, WrapperDescriptorType)) or getattr(torch.Tensor, name, None) is func:
         return name if args and getattr(torch.Tensor, name, None) is func else None
     if isinstance(func, FunctionType):
-        return func if func.__module__ in _MODULES or func.__module__.startswith("torch.nn.functional") else None
+        known = func.__module__ in _MODULES or func.__module__.startswith("torch.nn.functional")
+        return func if known and getattr(sys.modules[func.__module__], name, None) is func else None
     return func if isinstance(func, (BuiltinFunctionType, BuiltinMethodType)) else None
 
 
