@@ -3,55 +3,33 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo, field_validator
 
-from hpml_compiler.plan_api.mixed_plan import MixedPlan
+from hpml_compiler.option_values import (
+    OPTIMIZER_STATES,
+    AxisSizes,
+    Budget,
+    Chunks,
+    Folder,
+    LossChunks,
+    Names,
+    Offload,
+    OptimizerName,
+    OptimizerOption,
+    PlanOrPath,
+    RecomputeByBlock,
+    Watts,
+    ZeroLevel,
+)
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.schema import Objective
 from hpml_compiler.plans.validation_errors import describe_errors
-from hpml_compiler.units import in_mesh_order, parse_axes, parse_budget, parse_chunks, parse_names, parse_recompute, parse_watts
-from passes.checkpointing.pinned_recomputation import Recompute
+from hpml_compiler.units import divisors, in_mesh_order
 from passes.errors import BadInput
 from passes.pipeline.schedule_orders import ScheduleName
-
-OptimizerOption = Literal["auto", "adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
-OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
-
-Offload = Literal["off", "saved", "optimizer", "all"]
-
-# optimizer state tensors per parameter, each of the parameter's shape and dtype, as torch.optim allocates them
-OPTIMIZER_STATES: dict[OptimizerName, int] = {
-    "adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "rmsprop": 1, "adagrad": 1,
-}
-
-
-def _path_text(value: object) -> object:
-    if isinstance(value, MixedPlan):
-        raise ValueError("a MixedPlan (groups of different devices) cannot be run yet: give the plan of one group, "
-                         "MixedPlan.groups[...].plan, on the devices of that group")
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _level(value: object) -> object:
-    if isinstance(value, bool):  # True == 1
-        raise ValueError("a boolean is not a level: give 'auto', 0, 1, 2 or 3")
-    return value
-
-
-Budget = Annotated[int | float, BeforeValidator(parse_budget)]
-Watts = Annotated[float, BeforeValidator(parse_watts)]
-ZeroLevel = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_level)]
-AxisSizes = Annotated[dict[str, int], BeforeValidator(parse_axes)]
-Chunks = int | Literal["auto"]
-LossChunks = Annotated[Chunks, BeforeValidator(parse_chunks)]
-Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
-RecomputeByBlock = Annotated[dict[str, Recompute], BeforeValidator(parse_recompute)]
-Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
-PlanOrPath = Annotated[str | Plan, BeforeValidator(_path_text)]
 
 
 class Options(BaseModel):
@@ -82,7 +60,8 @@ class Options(BaseModel):
         'counts')
     microbatches: int = Field(
         1, ge=1, description="number of microbatches per training step; they run one after another, so that the saved "
-        "activations of one are in memory at a time; results are those of the whole batch")
+        "activations of one are in memory at a time; results are those of the whole batch; \"auto\" is 1, or as many as a step "
+        "needs that does not fit otherwise")
     gather: Literal["auto", "once", "each"] = Field(
         "auto", description='with microbatches, when a sharded parameter is gathered: "once", before the loop over them; or in '
         '"each" microbatch, in forward and again in backward, which takes less memory and more time; "auto" decides by cost')
@@ -155,6 +134,23 @@ class Options(BaseModel):
     def _in_order(cls, mesh: dict[str, int] | None, others: ValidationInfo) -> dict[str, int] | None:
         return in_mesh_order(mesh, others.data.get("mesh_order"))
 
+    @field_validator("recompute")
+    @classmethod
+    def _without_a_budget(cls, recompute: dict[str, str], others: ValidationInfo) -> dict[str, str]:
+        if recompute and others.data.get("memory_budget") is not None:
+            raise ValueError("it is pinned together with memory_budget, under which hpml decides by cost what is recomputed: "
+                             "give one of the two")
+        return recompute
+
+    @field_validator("zero")
+    @classmethod
+    def _as_gathered(cls, zero: str | int, others: ValidationInfo) -> str | int:
+        gather = others.data.get("gather", "auto")
+        if zero == 3 and gather == "once" or zero in (0, 1, 2) and gather == "each":
+            how = "gathers parameters in each forward and backward" if zero == 3 else "gathers a parameter at most once a step"
+            raise ValueError(f'zero={zero} {how}, but gather is pinned to "{gather}": leave one of the two out')
+        return zero
+
     @field_validator("offload")
     @classmethod
     def _for_a_budget(cls, offload: str, others: ValidationInfo) -> str:
@@ -178,7 +174,7 @@ class Options(BaseModel):
         if options is not None and not isinstance(options, Mapping):
             raise BadInput(what=f"options must be a dict, not {type(options).__name__}", where="options",
                            next_step='write options={"memory_budget": "24GB"}')
-        given = dict(options or {})
+        given = {name: value for name, value in dict(options or {}).items() if (name, value) != ("microbatches", "auto")}
         for name in given:
             if name not in cls.model_fields:
                 raise BadInput(what=f"unknown option {name!r}{did_you_mean(str(name))}", where="options",
@@ -187,7 +183,7 @@ class Options(BaseModel):
             return cls.model_validate(given)
         except ValidationError as error:
             name = str(error.errors()[0]["loc"][0])
-            raise BadInput(what=f"bad option {describe_errors(error, most=1)}", where=f"options[{name!r}]",
+            raise BadInput(what=f"bad option {describe_errors(error, most=3)}", where=f"options[{name!r}]",
                            next_step=f"{name}: {cls.model_fields[name].description}") from error
 
     @property
@@ -267,6 +263,8 @@ class Options(BaseModel):
         fitting = [f"{name}={world_size * size // total}" for name, size in self.mesh.items()
                    if world_size * size % total == 0]
         changes = [f"set {each}" for each in fitting] + [f"start {total} ranks", "leave the mesh to the solver"]
+        if "pp" in self.mesh:
+            changes.append(f"take a pp that divides {world_size} ({', '.join(map(str, divisors(world_size)[:12]))})")
         raise BadInput(what=f"the mesh {self.mesh} multiplies to {total}, but there are {world_size} ranks",
                        where="options['mesh']", next_step=", or ".join(changes))
 

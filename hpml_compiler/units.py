@@ -1,6 +1,7 @@
 """Parse bytes, watts and mesh sizes as people write them."""
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -98,6 +99,12 @@ def parse_recompute(value: object) -> object:
         pairs = (each.partition("=") for each in value.split(","))
         return {pattern.strip(): mode.strip() for pattern, _, mode in pairs}
     return {} if value == "auto" else {"*": value}
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, in order."""
+    low = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
+    return sorted({*low, *(number // k for k in low)})
 
 
 def in_mesh_order(mesh: Mapping[str, int] | None, order: Sequence[str] | None) -> dict[str, int] | None:

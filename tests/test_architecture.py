@@ -31,6 +31,7 @@ LAYERS = {
         ("cli_target", "plans", "run_records", "units"),
         ("runtime", "visualize"),
         ("demo", "plan_api"),
+        ("option_values",),
         ("options",),
         ("optimizer_transient",),
         ("simulate",),

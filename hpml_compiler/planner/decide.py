@@ -131,6 +131,9 @@ def _in_stages(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | Non
     _checkpointing_of(given, step)
     repeats = _repeats_of(given, step)
     table = schedule_of(options, 1 if times is None else times.microbatches)
+    if not ranks.running and options.schedule not in ("auto", "gpipe") and loss_of(step.annotated.gm) is None:
+        log.warning("%s has no loss: with schedule=%r, backward begins after forward of all microbatches, as with 'gpipe', "
+                    "until the script's loss is part of the step", step.name, options.schedule)
     finish = None if step.traced is None else cut_plan_of(step, times, repeats)
 
     def fits() -> bool:
@@ -177,9 +180,13 @@ def decide_unpipelined(step: StepProblem, ranks: Ranks) -> DecidedStep:
 def _warn_unmatched(step: StepProblem) -> None:
     """Warn of patterns of options['recompute'] that match no block of the graph."""
     pins = tuple(step.options.recompute.items())
-    if all(pattern == "*" for pattern, _ in pins):
+    if all(how in ("auto", "none") and pattern == "*" for pattern, how in pins):
         return
     blocks = sorted({*assign_blocks(step.joint() if step.traced is not None else step.annotated.gm).values()} - {""})
+    if not blocks and all(pattern == "*" for pattern, _ in pins):
+        log.warning("%s: the model has no repeated layers, so that options['recompute'] applies to no block; with a "
+                    "memory_budget, hpml decides for each value", step.name)
+        return
     for pattern in unmatched(blocks, pins):
         log.warning("%s: the pattern %r of options['recompute'] matches none of its blocks: %s", step.name, pattern,
                     ", ".join(blocks[:8]) or "the model has no repeated layers")

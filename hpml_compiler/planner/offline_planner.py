@@ -166,6 +166,8 @@ class OfflinePlanner:
         try:
             return decide(step, self.ranks)
         except TooFewBlocks as error:
+            if self.hurried:
+                raise
             warn_without_stages(step.name, error.what)
             traced = step.traced
             assert traced is not None, "all graphs were traced"

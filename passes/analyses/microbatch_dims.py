@@ -42,8 +42,10 @@ def fitting_microbatches(shapes: Iterable[Sequence[int]], microbatches: int, ran
     on_ranks = f" on {ranks} ranks" if ranks > 1 and rows % ranks == 0 else ""
     found = most_that_fit(rows // ranks if on_ranks else rows, microbatches) if rows else microbatches
     if found < microbatches and speaks:
-        log.warning("a batch of %d rows%s is split into %d microbatches, since %d do not divide it", rows, on_ranks, found,
-                    microbatches)
+        own = rows // ranks if on_ranks else rows
+        nearest = next((count for count in range(microbatches, own + 1) if own % count == 0), None)
+        log.warning("a batch of %d rows%s is split into %d microbatches, since %d do not divide it%s", rows, on_ranks, found,
+                    microbatches, "" if nearest is None else f"; {nearest} do")
     return found
 
 

@@ -118,8 +118,8 @@ class _StageBalance:
         return found
 
     def _too_few(self, parts: int) -> TooFewBlocks:
-        return TooFewBlocks(f"the graph has fewer than {self.count} consecutive parts that compute something",
-                            "options['mesh']['pp']", f"take at most {max(parts, 1)} stages")
+        return TooFewBlocks(f"the graph has {max(parts, 1)} consecutive parts that compute something, "
+                            f"fewer than {self.count} stages", "options['mesh']['pp']", f"take at most {max(parts, 1)} stages")
 
     def _pinned(self, starts: Sequence[str]) -> list[int]:
         places = {block.name: place for place, block in enumerate(self.chain.blocks)}

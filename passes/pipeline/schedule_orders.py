@@ -85,9 +85,11 @@ def _check(schedule: str, ranks: int, virtual: int, microbatches: int) -> None:
         raise BadInput(f"{ranks} ranks with {virtual} stages each and {microbatches} microbatches", where,
                        "every rank takes the same number of stages, one at least, and there is a microbatch")
     if schedule in ("gpipe", "1f1b") and virtual > 1:
-        raise BadInput(f"{virtual} stages a rank under {schedule}", where, "give as many stages as ranks, or 'interleaved'")
+        raise BadInput(f"{virtual} stages a rank under {schedule}, which takes one", where,
+                       "leave virtual_stages out, or set the schedule to 'interleaved'")
     if schedule == "zbv" and virtual != 2:
-        raise BadInput(f"{virtual} stages a rank under zbv", where, "give two stages a rank")
+        raise BadInput(f"{virtual} stages a rank under zbv, which takes two", where, "set virtual_stages=2: two stages a rank")
     if schedule == "interleaved" and microbatches % ranks:
-        raise BadInput(f"{microbatches} microbatches on {ranks} ranks", where,
-                       "interleaved 1F1B takes a multiple of the ranks (arXiv 2104.04473, section 2.2)")
+        nearest = sorted({max(microbatches // ranks, 1) * ranks, -(-microbatches // ranks) * ranks})
+        raise BadInput(f"{microbatches} microbatches on {ranks} ranks, of which interleaved 1F1B takes a multiple", where,
+                       f"use {' or '.join(map(str, nearest))} microbatches, or another schedule (arXiv 2104.04473)")

@@ -54,6 +54,10 @@ def virtual(chosen: dict[str, Any]) -> int:
 def is_meant(chosen: dict[str, Any]) -> bool:
     """True if a user may mean this combination: options that need others have them."""
     stages = chosen["mesh"].get("pp", 1)
+    if chosen["recompute"] != "auto" and chosen["memory_budget"] is not None:
+        return False
+    if (chosen["zero"], chosen["gather"]) in ((3, "once"), (0, "each"), (2, "each")):
+        return False
     if (chosen["schedule"] != "auto" and stages == 1) or (chosen["offload"] == "saved" and chosen["memory_budget"] is None):
         return False
     return not (stages > 1 and chosen["microbatches"] < stages)

@@ -37,13 +37,13 @@ def microbatch_placement(graph: PlacementGraph, microbatches: int, solver: Solve
         log.warning("the step is not split into %d microbatches: no input of this graph has batch rows", microbatches)
         return None
     if mixed := mixing_operations(graph):
-        log.warning("the step is not split into microbatches: rows of the batch depend on each other at %s", _named(mixed))
+        log.warning("the step is not split into microbatches: rows of the batch depend on each other at %s", few_of(mixed))
         return None
     times = solve_time_axis(graph, microbatches, solver, allowance)
     if times.share < LEAST_SHARE:
         log.warning("the step is not split into microbatches: %.0f %% of the work on batch rows would be outside their loop, "
                     "most of it at %s",
-                    100 * (1 - times.share), _named(times.whole))
+                    100 * (1 - times.share), few_of(times.whole))
         return None
     log.info("%d microbatches, with %.1f %% of the work on batch rows in their loop", microbatches, 100 * times.share)
     return times
@@ -89,7 +89,8 @@ def memory_model_in_time(times: MicrobatchPlacement | None, loss_inside: bool) -
     return MemoryModel(in_flight=1.0 / times.microbatches) if times is not None and loss_inside else STEP_PEAK
 
 
-def _named(names: Sequence[str]) -> str:
+def few_of(names: Sequence[str]) -> str:
+    """The first of the names, for a message."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

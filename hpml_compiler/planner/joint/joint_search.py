@@ -18,6 +18,7 @@ from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.graph_planning import plan_graph
 from hpml_compiler.planner.joint.joint_candidate import KEPT_OF_ALL, JointCandidate, LeastWork, StageCost
 from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, OpenDecisions
+from hpml_compiler.planner.joint.search_refusal import SearchRefusal
 from hpml_compiler.planner.offline_planner import plan_candidate
 from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage
 from hpml_compiler.planner.search.fitting_search import memory_limit
@@ -45,6 +46,8 @@ MOST_UNLIKELY = 3
 """Configurations that are planned although their estimate does not fit."""
 MOST_PLANNED = 4
 """Configurations that are planned after the first one that fits."""
+AGAIN, MOST_AGAIN = 2.0, 3
+"""Multiple of the work limit for configurations that were refused when their part of it was over, and their number."""
 LATER = 0.25
 """Part of the work limit for placements of the whole batch on one mesh."""
 ALL_MESHES = 5.0
@@ -80,6 +83,10 @@ class JointSearch:
     """Places in `rejected` of configurations that were not planned, by mesh."""
     of_meshes: WorkLimit = field(init=False)
     """Work limit of placements of the whole batch, over all meshes."""
+    cut_short: list[tuple[JointCandidate, str]] = field(default_factory=list)
+    """Configurations that were refused when their part of the work limit was over, with the reason."""
+    unplanned: int = 0
+    """Number of configurations that the work limit left."""
     step_bounds_us: list[float] = field(default_factory=list)
     """Bounds of the simulated steps of all configurations that were considered."""
 
@@ -125,6 +132,7 @@ class JointSearch:
             if best is not None and candidate.us >= best.simulated_us:
                 self._skip(candidate, "its estimate is above the best plan")
             elif best is not None and self.allowance.is_over or self.allowance.left_s < -self.allowance.seconds:
+                self.unplanned += 1
                 self._skip(candidate, "time_limit was over before it was planned")
             elif best is not None and later >= MOST_PLANNED:
                 self._skip(candidate, "others with lower estimates were planned")
@@ -132,29 +140,46 @@ class JointSearch:
                 self._skip(candidate, f"it would take about {format_bytes(candidate.bytes_with(KEPT_OF_ALL))}")
             else:
                 unlikely, later = unlikely + (not candidate.may_fit), later + (best is not None)
-                self._plan(candidate)
+                self._plan(candidate, self.allowance.part(OF_ONE * self.allowance.seconds))
+        self._plan_again()
 
-    def _plan(self, candidate: JointCandidate) -> None:
+    def _plan_again(self) -> None:
+        """Plan configurations that were cut short, and may be the best, once more with a larger work limit."""
+        waiting, self.cut_short = self.cut_short, []
+        for number, (candidate, reason) in enumerate(waiting):
+            best = self.best
+            if number < MOST_AGAIN and (best is None or candidate.us < best.simulated_us):
+                self._plan(candidate, WorkLimit(AGAIN * self.allowance.seconds), last=True)
+            else:
+                self._reject(candidate, reason)
+
+    def _plan(self, candidate: JointCandidate, part: WorkLimit, last: bool = False) -> None:
+        """last: a refusal counts, even if the work limit was over."""
         options = candidate.options(self.traces.options)
-        part = self.allowance.part(OF_ONE * self.allowance.seconds)
         try:
             plan = plan_candidate(self.traces.with_options(options), self.cluster, part)
         except Infeasible as error:
             if error.smallest_budget_bytes is not None and (
                     self.least is None or error.smallest_budget_bytes < (self.least.smallest_budget_bytes or math.inf)):
                 self.least = error
-            self._reject(candidate, error.what)
+            self._refuse(candidate, error.what, part.was_over and not last)
             return
         except (BadInput, DepthsDiffer, LayersDiffer) as error:
-            self._reject(candidate, error.what if isinstance(error, BadInput) else
-                         f"a few layers do not represent the model: {error}".removesuffix(": "))
+            self._refuse(candidate, error.what if isinstance(error, BadInput) else
+                         f"a few layers do not represent the model: {error}".removesuffix(": "), part.was_over and not last)
             return
         if plan.memory.peak > candidate.limit:
-            self._reject(candidate, f"it takes {format_bytes(plan.memory.peak)}")
+            self._refuse(candidate, f"it takes {format_bytes(plan.memory.peak)}", part.was_over and not last)
             return
         us = plan.predicted.step_time_us
         log.info("%s on the mesh %s: %s a step, %s", candidate, candidate.mesh, format_us(us), format_bytes(plan.memory.peak))
         self.found.append(FoundPlan(us, simulate(plan).step_us, plan, candidate))
+
+    def _refuse(self, candidate: JointCandidate, reason: str, cut_short: bool) -> None:
+        if cut_short:
+            self.cut_short.append((candidate, reason))
+        else:
+            self._reject(candidate, reason)
 
     def _reject(self, candidate: JointCandidate, reason: str, us: float | None = None) -> None:
         log.info("rejected: %s on the mesh %s, %s", candidate, candidate.mesh, reason)
@@ -250,11 +275,13 @@ class JointSearch:
 
     def _refused(self) -> Infeasible:
         """The error where nothing fits, with a memory that is known to be enough where planning without a search found one."""
+        options, trained = self.traces.options, sum(self.traces.trained.values())
         known = self.refusal if self.refusal.smallest_budget_bytes is not None else self.least or self.refusal
-        error = Infeasible(f"no configuration of mesh, stages, microbatches and recomputation was found to fit (of "
-                           f"{len(self.rejected)}): {known.what}", self.refusal.where, known.next_step)
-        error.smallest_budget_bytes, error.plan = known.smallest_budget_bytes, known.plan
-        return error
+        bounds = [each.bound for each in self.rejected if each.bound is not None]
+        return SearchRefusal(
+            known, memory_limit(options, self.cluster), self.cluster.world_size, (2 + options.resident_states) * trained,
+            len(self.rejected), self.unplanned, min(bounds, default=0.0),
+            self.decisions.mixed if self.decisions.microbatches_are_open else ()).error()
 
 
 def _parameter_us(step: StepGraph, parameters: Collection[str]) -> float:

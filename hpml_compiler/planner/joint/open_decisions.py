@@ -1,6 +1,7 @@
 """Decisions that the options leave open: stages, mesh of a stage, microbatches and schedule."""
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,13 +35,15 @@ WITHOUT_STAGES, LOSS_OUTSIDE = OpenSchedule("1f1b"), OpenSchedule("gpipe")
 @dataclass(frozen=True)
 class OpenDecisions:
     """Decisions that a search may make. rows: of the batch. shapes: of the large parameters. at_once: backward of a microbatch
-    may follow its forward, since the loss is inside."""
+    may follow its forward, since the loss is inside. mixed: operations at which rows depend on each other, so that there are no
+    microbatches."""
 
     options: Options
     cluster: Cluster
     rows: int
     shapes: Sequence[tuple[int, ...]] = ()
     at_once: bool = True
+    mixed: Sequence[str] = ()
 
     @property
     def any(self) -> bool:
@@ -48,7 +51,16 @@ class OpenDecisions:
         options = self.options
         if options.plan is not None or options.objective != "time" or options.mesh_order is not None:
             return False
-        return self.microbatches_are_open and self.rows > 1 or self.saved_is_open
+        return self.microbatches_are_open and self.rows > 1 or self.saved_is_open or self.axes_are_open
+
+    @property
+    def axes_are_open(self) -> bool:
+        return leaves_axes_open(self.options, self.cluster.world_size)
+
+    @property
+    def has_meshes(self) -> bool:
+        """True if some mesh has all axes that are pinned."""
+        return any(self.stage_meshes(stages) for stages in self.stage_counts())
 
     @property
     def saved_is_open(self) -> bool:
@@ -60,7 +72,8 @@ class OpenDecisions:
 
     def stage_counts(self, layers: int | None = None) -> Iterator[int]:
         """Numbers of pipeline stages that the cluster can be divided into, fewest first, and at most as many as layers."""
-        if self.options.mesh is not None:
+        mesh = self.options.mesh
+        if mesh is not None and (PP_AXIS in mesh or not self.axes_are_open) or self.mixed and self.microbatches_are_open:
             yield self.options.stage_ranks
             return
         for stages in range(1, min(self.cluster.world_size, layers or self.cluster.world_size) + 1):
@@ -72,11 +85,13 @@ class OpenDecisions:
 
     def stage_meshes(self, stages: int) -> list[dict[str, int]]:
         """Axes of a stage, those with the largest tensor axis within a node first."""
-        if self.options.mesh is not None:
-            return [{name: size for name, size in self.options.mesh.items() if name != PP_AXIS}]
+        pinned = {name: size for name, size in (self.options.mesh or {}).items() if name != PP_AXIS}
+        if self.options.mesh is not None and not self.axes_are_open:
+            return [pinned]
         devices = devices_of_stage(self.cluster, stages)
-        return [self.axes(devices.world_size // tensor, tensor) for tensor in range(devices.devices_per_node, 0, -1)
-                if devices.world_size % tensor == 0 and self.rows % (devices.world_size // tensor) == 0]
+        found = [self.axes(devices.world_size // tensor, tensor) for tensor in range(devices.devices_per_node, 0, -1)
+                 if devices.world_size % tensor == 0 and self.rows % (devices.world_size // tensor) == 0]
+        return [mesh for mesh in found if all(mesh.get(name, 1) == size for name, size in pinned.items())]
 
     def axes(self, data: int, tensor: int) -> dict[str, int]:
         """Axes that split rows over `data` devices, of which as many as their sizes allow split parameters."""
@@ -89,6 +104,8 @@ class OpenDecisions:
         """Numbers of microbatches that the rows of a rank divide into."""
         if not self.microbatches_are_open:
             return [self.options.microbatches]
+        if self.mixed:
+            return [1]
         own = max(self.rows // rows_over(mesh), 1)
         return [count for count in range(1, own + 1) if own % count == 0]
 
@@ -104,6 +121,12 @@ class OpenDecisions:
         if not self.at_once:
             return [LOSS_OUTSIDE]
         return [each for each in OPEN_SCHEDULES if each.name != "interleaved" or microbatches % stages == 0]
+
+
+def leaves_axes_open(options: Options, world_size: int) -> bool:
+    """True if the pinned axes of the mesh divide the devices, of which they leave several for others."""
+    pinned = math.prod((options.mesh or {}).values())
+    return options.mesh is not None and pinned < world_size and world_size % pinned == 0
 
 
 def rows_over(mesh: dict[str, int]) -> int:

@@ -5,13 +5,14 @@ import logging
 
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
-from hpml_compiler.planner.graph.microbatching import loss_of
+from hpml_compiler.planner.graph.microbatching import few_of, loss_of
 from hpml_compiler.planner.joint.joint_search import JointSearch
-from hpml_compiler.planner.joint.open_decisions import LARGE, OpenDecisions
+from hpml_compiler.planner.joint.open_decisions import LARGE, OpenDecisions, leaves_axes_open
 from hpml_compiler.planner.offline_planner import plan_traces
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
 from hpml_compiler.visualize.formatting import format_bytes
+from passes.analyses.cross_sample_ops import mixing_operations
 from passes.analyses.microbatch_dims import rows_of
 from passes.errors import Infeasible
 from passes.graph.analyzed_graph import AnalyzedGraph
@@ -22,8 +23,14 @@ log = logging.getLogger("hpml")
 
 
 def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
-    """Plan as the options say, and if that does not fit, whatever they leave open. Raises BadInput and Infeasible."""
+    """Plan as the options say, and if that does not fit, or if they leave axes of the mesh open, whatever they leave open.
+    Raises BadInput and Infeasible."""
     options = traces.options
+    if leaves_axes_open(options, cluster.world_size):
+        search = joint_search_of(traces, cluster)
+        if search is not None and search.decisions.has_meshes:
+            log.info("of the mesh, %s is pinned; hpml searches over the rest", options.mesh)
+            return search.run()
     options.check_mesh(cluster.world_size)
     try:
         if (short := _too_large(traces, cluster)) is not None:
@@ -46,9 +53,12 @@ def joint_search_of(traces: TracedModel, cluster: Cluster, refusal: Infeasible |
         return None
     folded, annotated = single
     decisions = OpenDecisions(options, cluster, rows_of(annotated.graph.values), _large_shapes(annotated),
-                              loss_of(annotated.gm) is not None)
+                              loss_of(annotated.gm) is not None, mixing_operations(annotated.graph))
     if not decisions.any:
         return None
+    if decisions.mixed and decisions.microbatches_are_open:
+        log.warning("rows of the batch depend on each other at %s: hpml plans without microbatches and stages",
+                    few_of(decisions.mixed))
     refusal = refusal or Infeasible("no configuration was planned", "graph_0", "use more devices")
     return JointSearch(traces, decisions, annotated, folded, refusal, WorkLimit(options.time_limit))
 

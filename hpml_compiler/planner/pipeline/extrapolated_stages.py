@@ -39,8 +39,9 @@ class ExtrapolatedStages:
         self.units, self.lists, self.table = (units := _Units(step, lists)), lists, table
         ends = equal_cut(units.times_us, [0.0] * (len(units.times_us) - 1), table.stages)
         if ends is None:
-            raise TooFewBlocks(f"the graph has fewer than {table.stages} consecutive parts that compute something",
-                               "options['mesh']['pp']", f"take at most {len(units.times_us)} stages")
+            parts = len(units.times_us)
+            raise TooFewBlocks(f"the graph has {parts} consecutive parts that compute something, fewer than "
+                               f"{table.stages} stages", "options['mesh']['pp']", f"take at most {parts} stages")
         self.stage_of = [sum(end <= unit for end in ends) for unit in range(len(units.times_us))]
         self.reads = _reads(record, units, self.stage_of, table.stages)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpml_compiler.options import Options
 from hpml_compiler.plans.record_fields import Placements
 from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.units import divisors
 from passes.errors import BadInput
 from passes.hardware.cluster import Cluster
 from passes.op_rules.base import REPLICATE, format_placement
@@ -50,7 +51,8 @@ def devices_of_stage(cluster: Cluster, stages: int) -> Cluster:
     if group.devices_per_node % stages == 0:
         return Cluster((replace(group, devices_per_node=group.devices_per_node // stages),))
     raise BadInput(f"{stages} stages do not divide {group.nodes} nodes of {group.devices_per_node} devices",
-                   "options['mesh']['pp']", "choose a number of stages that divides the nodes, or the devices per node")
+                   "options['mesh']['pp']", "choose a number of stages that divides the nodes, or the devices per node: "
+                   + ", ".join(map(str, sorted({*divisors(group.nodes), *divisors(group.devices_per_node)})[:20])))
 
 
 def cluster_of_stage(cluster: Cluster, stages: int) -> Cluster:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpml_compiler.cli import main
-from tests.hpml_compiler.command_lines import files
+from tests.hpml_compiler.command_lines import files, pins_table
 from tests.hpml_compiler.command_lines.table import TABLE
 
 MOST_S = 30
@@ -61,10 +61,32 @@ def test_command_line(hpml, line, code, said, reason):
             json.loads(out)
         return
     assert said in err, f"{reason}: {err}"
-    assert err.count("hpml: ") == 1
     assert not out or "--svg" in line  # a picture comes last: without one, all else has been done
     if code != 130:
-        what, *rest = err[err.index("hpml: "):].splitlines()
-        assert len(what) > len("hpml: ") and [text.split(":")[0] for text in rest[-2:]] == ["  where", "  next step"]
-        assert max(map(len, [what, *rest])) < 1000
+        _check_message(err)
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+
+
+def _check_message(err: str) -> None:
+    assert err.count("hpml: ") == 1
+    what, *rest = err[err.index("hpml: "):].splitlines()
+    assert len(what) > len("hpml: ") and [text.split(":")[0] for text in rest[-2:]] == ["  where", "  next step"]
+    assert max(map(len, [what, *rest])) < 1000
+
+
+@pytest.fixture(scope="module")
+def pinned(folder):
+    pins_table.write(folder)
+
+
+@pytest.mark.timeout(2 * MOST_S)
+@pytest.mark.parametrize(("line", "code", "said"), pins_table.TABLE, ids=[row[0][:90] for row in pins_table.TABLE])
+def test_pins_that_do_not_fit(pinned, hpml, caplog, line, code, said):
+    found, out, err = hpml(["plan", *shlex.split(f"pins.py:{line}")])
+    assert found == code, err
+    assert "Traceback" not in out + err
+    if code == 0:
+        assert said in " ".join((out + err + caplog.text).split())
+    else:
+        assert said in err and not out
+        _check_message(err)

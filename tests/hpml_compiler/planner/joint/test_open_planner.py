@@ -94,7 +94,7 @@ def test_where_nothing_fits_the_least_memory_is_told():
     with pytest.raises(Infeasible) as caught:
         planned(roomy() // 30)
     error = caught.value
-    assert error.exit_code == 3 and "no configuration of mesh, stages, microbatches and recomputation was found" in error.what
+    assert error.exit_code == 3 and "even if all of them are sharded over all 2" in error.what
     assert error.smallest_budget_bytes > roomy() // 30 and error.next_step
 
 
@@ -104,6 +104,8 @@ def test_decisions_that_are_open():
 
     assert of().any and not of(microbatches=2, recompute={"*": "full"}).any and not of(objective="energy").any
     assert list(of().stage_counts()) == [1, 2, 4] and list(of(mesh={"pp": 2, "dp": 4}).stage_counts()) == [2]
+    assert list(of(mesh={"tp": 2}).stage_counts()) == [1, 2, 4] and of(mesh={"tp": 2}).stage_meshes(2) == [{"dp": 2, "tp": 2}]
+    assert of(mesh={"pp": 2}).stage_meshes(2) == of().stage_meshes(2) and not of(mesh={"x": 2}).has_meshes
     assert of().stage_meshes(2) == [{"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 4}]
     assert of(rows=6).stage_meshes(1) == [{"dp": 2, "tp": 4}], "rows are split evenly"
     assert of().microbatch_counts({"dp": 2, "tp": 4}) == [1, 2, 4] and of(microbatches=3).microbatch_counts({}) == [3]
