@@ -8,7 +8,15 @@ from pydantic import BeforeValidator, Field
 
 from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
-from hpml_compiler.units import parse_axes, parse_budget, parse_chunks, parse_names, parse_recompute, parse_watts
+from hpml_compiler.units import (
+    parse_axes,
+    parse_budget,
+    parse_chunks,
+    parse_compression,
+    parse_names,
+    parse_recompute,
+    parse_watts,
+)
 from passes.checkpointing.pinned_recomputation import Recompute
 
 OptimizerOption = Literal["auto", "adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
@@ -43,5 +51,6 @@ Chunks = int | Literal["auto"]
 LossChunks = Annotated[Chunks, BeforeValidator(parse_chunks)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 RecomputeByBlock = Annotated[dict[str, Recompute], BeforeValidator(parse_recompute)]
+Compression = Annotated[dict[str, str], BeforeValidator(parse_compression)]
 Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 PlanOrPath = Annotated[str | Plan, BeforeValidator(_path_text)]

@@ -13,6 +13,7 @@ from hpml_compiler.option_values import (
     AxisSizes,
     Budget,
     Chunks,
+    Compression,
     Folder,
     LossChunks,
     Names,
@@ -25,10 +26,13 @@ from hpml_compiler.option_values import (
     ZeroLevel,
 )
 from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.plan_api.options_of_plan import made_with
 from hpml_compiler.plans.schema import Objective
 from hpml_compiler.plans.validation_errors import describe_errors
 from hpml_compiler.units import divisors, in_mesh_order
 from passes.errors import BadInput
+from passes.hardware.gradient_compression import EVERY
+from passes.hardware.mesh import BETWEEN
 from passes.pipeline.schedule_orders import ScheduleName
 
 
@@ -121,6 +125,9 @@ class Options(BaseModel):
         "auto", description='optimizer whose state counts as memory; "auto": with a memory budget the one that owns the '
         "parameters when they are compiled, else adamw"
     )
+    compress: Compression = Field(
+        default_factory=dict, description='gradients are sent in fewer bytes, which changes the numbers of a training: "bf16", '
+        'or "fp16" along mesh axes that cross nodes, or by axis, such as {"dp": "bf16"}')
     offload: Offload = Field(
         "off", description='offload to host memory or, on a CPU, to a file: "saved" activations, under a memory_budget; '
         'the state of the "optimizer"; or "all" of both'
@@ -164,6 +171,14 @@ class Options(BaseModel):
         if (others.data.get("mesh") or {}).get("pp", 1) == 1 and value not in ("auto", 1):
             raise ValueError('needs pipeline stages: add the axis pp to the mesh, as in "mesh": {"pp": 2}')
         return value
+
+    @field_validator("compress")
+    @classmethod
+    def _along_axes(cls, compress: dict[str, str], others: ValidationInfo) -> dict[str, str]:
+        axes = {*(others.data.get("mesh") or compress), EVERY, BETWEEN} - {"pp"}
+        if unknown := sorted(set(compress) - axes):
+            raise ValueError(f"no gradients are reduced along {unknown[0]!r}: name another axis of the mesh")
+        return compress
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | Options | None) -> Options:
@@ -272,21 +287,6 @@ class Options(BaseModel):
         """The options that differ from their defaults, as plain JSON, for the record in a plan. Leaves out the plan itself and
         options that matter only to a run."""
         return self.model_dump(mode="json", exclude_defaults=True, exclude={"plan", "monitor", "tensorboard", "offload_folder"})
-
-
-def made_with(plan: Plan) -> dict[str, Any]:
-    """Options that follow from a plan: memory budget, microbatches, mesh, schedule."""
-    found: dict[str, Any] = {}
-    for graph in plan.step_graphs:
-        if graph.kept is not None:
-            found["memory_budget"] = graph.kept.budget_bytes
-        if graph.microbatches is not None:
-            found["microbatches"] = graph.microbatches.count
-        if (pipe := graph.pipeline) is not None:
-            if (kept := pipe.stages[0].kept) is not None and kept.budget_bytes is not None:
-                found["memory_budget"] = kept.budget_bytes
-            found |= {"mesh": dict(plan.mesh), "schedule": pipe.schedule, "virtual_stages": pipe.virtual_stages}
-    return found
 
 
 class DefaultOptions(dict[str, Any]):

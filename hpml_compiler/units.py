@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from passes.errors import shortened
 from passes.hardware.cluster import MOST_DEVICES
+from passes.hardware.gradient_compression import check_compression
+from passes.hardware.mesh import BETWEEN
 
 _UNITS = {"b": 1} | {f"{letter}{suffix}": base ** power
                      for power, letter in enumerate("kmgt", start=1) for suffix, base in (("b", 1000), ("ib", 1024))}
@@ -105,6 +107,17 @@ def divisors(number: int) -> list[int]:
     """The divisors of a positive number, in order."""
     low = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
     return sorted({*low, *(number // k for k in low)})
+
+
+def parse_compression(value: object) -> object:
+    """Compressions of gradients by mesh axis: "bf16" is for axes between nodes; a text such as "dp=bf16" is split. Raises
+    ValueError."""
+    if isinstance(value, str):
+        pairs = (each.partition("=") for each in value.split(",")) if "=" in value else [(BETWEEN, "=", value)]
+        value = {axis.strip(): text.strip() for axis, _, text in pairs}
+    if isinstance(value, Mapping):
+        return {axis: check_compression(text) for axis, text in value.items()}
+    return value
 
 
 def in_mesh_order(mesh: Mapping[str, int] | None, order: Sequence[str] | None) -> dict[str, int] | None:

@@ -53,6 +53,7 @@ from passes.transforms.cleanup.pre_partition import InductorJoint, TagPhases
 from passes.transforms.cleanup.unalias_cat import UnaliasCat
 from passes.transforms.cleanup.unalias_gradients import UnaliasGradients
 from passes.transforms.comm.gradient_buckets import BucketGradients
+from passes.transforms.comm.narrow_gradients import NarrowGradients
 from passes.transforms.comm.prefetch_all_gather import PrefetchAllGather
 from passes.transforms.comm.repeat_gathers import RepeatGathers
 from passes.transforms.loss_chunks.chunk_loss import ChunkLoss, Chunks
@@ -168,7 +169,8 @@ def to_microbatches(decision: Decision, groups: MeshGroups, forward_outputs: int
 
 def around_loop(compiler: str, compact: bool = False) -> PassManager:
     """Prepare the prologue or epilogue of the microbatch loop for compilation. compact: as in `after_planning`."""
-    return PassManager((Deduplicate(), BucketGradients(soon=compact), *((InductorJoint(),) if compiler == "inductor" else ())))
+    return PassManager((Deduplicate(), BucketGradients(soon=compact), NarrowGradients(),
+                        *((InductorJoint(),) if compiler == "inductor" else ())))
 
 
 def in_loop(compiler: str, forward_outputs: int, repeats: LoopGathers = ONCE, ahead: bool = True, chunks: Chunks = 1,
@@ -187,7 +189,7 @@ def _in_chunks(forward_outputs: int, chunks: Chunks, of_stage: bool = False) -> 
 
 def _repeated(repeats: LoopGathers, ahead: bool) -> tuple[Pass, ...]:
     """Passes over collectives of parameters that each microbatch runs."""
-    return (*((BucketGradients(soon=True),) if repeats.reduced else ()),
+    return (*((BucketGradients(soon=True), NarrowGradients()) if repeats.reduced else ()),
             *((PrefetchAllGather(ahead=ahead),) if repeats.gathered else ()))
 
 
@@ -205,7 +207,7 @@ def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forwar
     passes: list[Pass] = [
         AdoptPlacements(decision), Shard(groups, at_run_time=compiler == "inductor"), Deduplicate(),
         *_in_chunks(forward_outputs or 0, chunks), HoistBatchSlice(tuple(outside)),
-        BucketGradients(soon=compact, by_block=by_block), PrefetchAllGather(ahead=ahead),
+        BucketGradients(soon=compact, by_block=by_block), PrefetchAllGather(ahead=ahead), NarrowGradients(),
         UnaliasGradients(tuple(kept_gradients), forward_outputs or 0, compact)]
     if compiler == "inductor":
         passes.append(InductorJoint())

@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from hpml_compiler.options import made_with
 from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.plan_api.options_of_plan import made_with
 from hpml_compiler.plans.schema import DecisionRecord, GraphPlan
 from hpml_compiler.visualize.description.placement_words import value_words, words_text
 from hpml_compiler.visualize.formatting import format_bytes, format_mesh, format_placements, format_us

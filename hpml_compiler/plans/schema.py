@@ -91,7 +91,8 @@ class HopPlan(Record):
     local operation, such as the slice from R to S, which is no collective.
 
     More inputs of the cost model (`passes.cost_model.cost_terms.Message`): `outer`: for each end that has to be packed, the
-    number of elements before the split dim; `bucket_bytes`: for gradients, the size of the bucket."""
+    number of elements before the split dim; `bucket_bytes`: for gradients, the size of the bucket. `compression`: of a
+    gradient, such as "bf16", whose bytes without it are `whole_bytes`."""
 
     collective: str
     axis: str
@@ -99,6 +100,8 @@ class HopPlan(Record):
     predicted_us: Microseconds
     outer: Annotated[tuple[Count, ...], Field(strict=False)] = ()
     bucket_bytes: Annotated[float, Field(ge=0.0)] = 0.0
+    compression: str = ""
+    whole_bytes: Count = 0
 
 
 class Redistribution(Record):
@@ -210,10 +213,7 @@ class BlocksReport(Record):
 
 
 class GraphPlan(Record):
-    """The plan of one joint graph.
-
-    `parameters` lists every parameter of the model, also of layers whose operations are not listed.
-
+    """The plan of one joint graph. `parameters` lists every parameter of the model, also of layers whose operations are not listed.
     `multiplicity[class_id]`: how many times in the whole model each *listed* operation of that class runs: 1 (or no entry)
     where every layer's nodes are listed, 32 where one layer is listed for 32. So the time of a step is the sum of
     `predicted_us * multiplicity` over the listed operations, and likewise over redistributions.
@@ -226,7 +226,6 @@ class GraphPlan(Record):
     `microbatches`: the split of the batch into microbatches, if there is one. Operations and redistributions are listed
     for the whole batch; `predicted` and `memory` are those of the split step.
     `pipeline`: the pipeline stages, if there are any. `loss_chunks`: those of the loss, or why there are none; None if unknown.
-
     `at_peak`: the memory peak of a step of this graph alone, of `memory.peak` bytes; None before it is computed, and in plans
     that are written by hand.
     `blocks`: regional compilation of forward and backward, where blocks are compiled once. With microbatches they are those of

@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Iterator
 
 from hpml_compiler.plans.content import PlanContent
-from hpml_compiler.plans.schema import ROOT, GraphPlan, OperationPlan, ParameterPlan, Redistribution
+from hpml_compiler.plans.schema import ROOT, GraphPlan, HopPlan, OperationPlan, ParameterPlan, Redistribution
 from hpml_compiler.visualize.description.describe_plan import loss_words
 from hpml_compiler.visualize.description.device_grid import device_grid
 from hpml_compiler.visualize.description.module_classes import block_path, module_classes, owner_path
@@ -105,11 +105,16 @@ def _gradient(graph: GraphPlan, parameter: ParameterPlan) -> Iterator[str]:
     if not moves:
         yield f"its gradient {parameter.gradient} needs no reduction"
     for move in moves:
-        hops = ", then ".join(f"{hop.collective} over {hop.axis}={graph.mesh[hop.axis]} ({format_bytes(hop.bytes)}, "
+        hops = ", then ".join(f"{hop.collective} over {hop.axis}={graph.mesh[hop.axis]} ({_sent(hop)}, "
                                f"{format_us(hop.predicted_us)})" for hop in move.hops)
         total = f", {format_us(sum(hop.predicted_us for hop in move.hops))} in total" if len(move.hops) > 1 else ""
         yield (f"its gradient {move.value} is computed as {format_placements(move.source, graph.mesh)} and redistributed to "
                f"{format_placements(move.target, graph.mesh)} by {hops}{total}")
+
+
+def _sent(hop: HopPlan) -> str:
+    rest = f" in {hop.compression} instead of {format_bytes(hop.whole_bytes)}" if hop.compression else ""
+    return f"{format_bytes(hop.bytes)}{rest}"
 
 
 def _stand_in(graph: GraphPlan, name: str) -> str:

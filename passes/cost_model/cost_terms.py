@@ -10,7 +10,7 @@ with `Prices` of that kind. So the planner's coefficients, a plan's table, the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from passes.cost_model.algebra import Algebra
@@ -44,7 +44,7 @@ class Message(Generic[N]):
     outer: for each end that is split in a dim, the number of elements before that dim; unless it is 1, the shards are not
     contiguous, and are packed before or unpacked after by a copy. bucket_bytes: smaller messages than that are
     bucketed; they pay their share of one collective of that size, and of the copy into the bucket and
-    out of it. 0 disables buckets.
+    out of it. 0 disables buckets. share: fraction of the bytes that are sent, where they are compressed.
     """
 
     collective: str
@@ -52,6 +52,15 @@ class Message(Generic[N]):
     bytes: N
     outer: tuple[N, ...] = ()
     bucket_bytes: float = 0.0
+    share: float = 1.0
+
+    @property
+    def sent(self) -> Message[N]:
+        """The message after compression."""
+        if self.share == 1.0:
+            return self
+        nbytes: Any = self.bytes
+        return replace(self, bytes=nbytes * self.share, bucket_bytes=self.bucket_bytes * self.share, share=1.0)
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ def sized(term: Term[N], of: Callable[[N], M]) -> Term[M]:
     if isinstance(term, Kernel):
         return Kernel(of(term.flops), of(term.bytes), term.dtype, term.kind, term.key, term.factor)
     if isinstance(term, Message):
-        return Message(term.collective, term.axis, of(term.bytes), tuple(map(of, term.outer)), term.bucket_bytes)
+        return Message(term.collective, term.axis, of(term.bytes), tuple(map(of, term.outer)), term.bucket_bytes, term.share)
     return Update(of(term.elements), term.dtype) if isinstance(term, Update) else term
 
 
@@ -108,6 +117,7 @@ def price(term: Term[Any], prices: Prices) -> Any:
         cost = prices.kernel(term.flops, term.bytes, term.dtype, term.kind, term.key)
         return cost if term.factor == 1.0 else term.factor * cost
     if isinstance(term, Message):
+        term = term.sent
         if not term.bucket_bytes:
             return _alone(term, prices)
         return prices.algebra.below(

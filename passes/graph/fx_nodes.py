@@ -12,6 +12,9 @@ from passes.compat import pytree
 BACKWARD_ON_PURPOSE = "must_be_in_backward"
 """The partitioner's tag for a node that must run in backward although it could run in forward."""
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+COMPRESSION = "hpml_compression"
+"""Key in the meta of the start of a gradient's reduction: (compression, number of ranks), where it is to be compressed
+(`passes.hardware.gradient_compression`)."""
 BY_COORDINATE = "hpml_by_coordinate"
 """Key in the meta of a call with the start of a rank's shard among its constants: the
 `passes.graph.shard_offset.ShardOffset` of that constant. Two calls that are equal on some ranks only differ in it."""

@@ -17,9 +17,12 @@ class AxisKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
+    """compression: of gradients that are reduced along the axis (`passes.hardware.gradient_compression`); "" is none."""
+
     name: str
     size: int
     kind: AxisKind = AxisKind.DEVICES
+    compression: str = ""
 
 
 def time_axis(microbatches: int) -> Axis:

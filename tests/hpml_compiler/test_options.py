@@ -94,6 +94,10 @@ def test_optimizer_states_are_those_torch_keeps():
     ({"trace_all_layers": 1}, "trace_all_layers"),
     ({"plan": 3}, "plan"),
     ({"solver_options": {"callback": print}}, "JSON"),
+    ({"compress": "int8"}, "'int8' is no compression of gradients"),
+    ({"compress": {"dp": 16}}, "16 is no compression"),
+    ({"mesh": {"dp": 2, "pp": 2}, "compress": {"pp": "bf16"}}, "no gradients are reduced along 'pp'"),
+    ({"mesh": {"dp": 2}, "compress": {"tp": "bf16"}}, "no gradients are reduced along 'tp'"),
 ])
 def test_bad_options(options, message):
     with pytest.raises(BadInput, match=r"(?s)" + message) as caught:

@@ -78,8 +78,9 @@ def graph_key(gm: GraphModule, given: CacheInputs, options: Options, cluster: Cl
         plan_database.planners_code(), extension_fingerprint_of()])
 
 
-def _ranks() -> tuple[int, str]:
-    return (dist.get_world_size(), dist.get_backend_config()) if dist.is_initialized() else (1, "")
+def _ranks() -> tuple[int, str, str]:
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return (dist.get_world_size(), here, dist.get_backend_config()) if dist.is_initialized() else (1, "", "")
 
 
 def _canonical_text(gm: GraphModule) -> str:

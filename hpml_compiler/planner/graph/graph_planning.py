@@ -5,6 +5,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph import measured_costs
@@ -69,7 +71,8 @@ def plan_graph(
         measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
         solver=solver_options(options), zero=zero_of(options, _holds(given or options.load_plan())),
         rows=rows, shorter=shorter, further=further, lifetimes=lifetimes, resident_states=options.resident_states,
-        memos=memos, allowance=allowance or WorkLimit(options.time_limit),
+        memos=memos, allowance=allowance or WorkLimit(options.time_limit), compression=FrozenMap(options.compress),
+        local_ranks=None if options.cluster is not None or not dist.is_initialized() else measured_costs.local_ranks(),
     )
 
     def planned(mesh: Mapping[str, int] | None, pins: Pins | None) -> PlanResult:
@@ -110,6 +113,10 @@ def _measured(annotated: AnalyzedGraph, options: Options, cluster: Cluster, name
 def _result(annotated: AnalyzedGraph, conditions: SearchConfig, name: str) -> PlanResult:
     """The result of the search, which the passes attach to the graph, as a plan."""
     answer = read(SEARCH_RESULT, annotated.gm)
+    if conditions.compression and annotated.interface.training and not any(
+            axis.compression for axis in answer.placed.decision.axes):
+        log.warning("%s: gradients are not compressed: no axis of the mesh %s crosses nodes; name an axis, as in "
+                    'options={"compress": {"dp": "bf16"}}', name, answer.mesh)
     drop(SEARCH_RESULT, annotated.gm)  # the problem in it is large, and not needed any more
     record = graph_plan(
         annotated, answer.mesh, answer.placed, name=name, seconds={**annotated.seconds, "solve": answer.seconds},

@@ -213,14 +213,14 @@ def _reduced(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: M
     return found
 
 
-def _hop(term: Message[float] | Slice, mesh: Mesh, prices: MeshPrices, axis: int = 0) -> HopPlan:
-    """The record of a collective, or of a local slice; `axis` is the mesh axis of a slice."""
+def _hop(term: Message[float] | Slice, mesh: Mesh, prices: MeshPrices, axis: int = 0, compression: str = "") -> HopPlan:
+    """The record of a collective, or of a local slice; `axis` is the mesh axis of a slice. compression: along the axis."""
     if isinstance(term, Slice):
         return HopPlan(collective="slice", axis=mesh.names[axis], bytes=0, predicted_us=price(term, prices))
-    return HopPlan(
-        collective=term.collective, axis=mesh.names[term.axis], bytes=max(round(term.bytes), 1),
-        predicted_us=price(term, prices), outer=tuple(map(int, term.outer)), bucket_bytes=term.bucket_bytes,
-    )
+    sent = term.sent
+    said = {} if sent is term else {"compression": compression, "whole_bytes": round(term.bytes)}
+    return HopPlan(collective=sent.collective, axis=mesh.names[sent.axis], bytes=max(round(sent.bytes), 1), **said,
+                   predicted_us=price(term, prices), outer=tuple(map(int, sent.outer)), bucket_bytes=sent.bucket_bytes)
 
 
 def _reductions(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, listed: UserNames, once: bool,
@@ -296,5 +296,5 @@ def _hops(value: Value, layouts: Sequence[Layout], mesh: Mesh, answer: MeshPlace
     for layout, after in itertools.pairwise(layouts):
         (axis,) = [a for a in range(len(layout)) if layout[a] != after[a]]
         term = hop_term(value, layout, axis, after[axis], LocalSizes(answer.decision.axes), bucket_bytes)
-        hops.append(_hop(term, mesh, prices, axis))
+        hops.append(_hop(term, mesh, prices, axis, answer.decision.axes[axis].compression))
     return tuple(hops)

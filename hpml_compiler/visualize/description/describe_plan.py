@@ -32,6 +32,7 @@ from hpml_compiler.visualize.description.records import (
 )
 from hpml_compiler.visualize.description.saved_values import saved_bytes
 from passes.graph.decision import LossChunking
+from passes.hardware.gradient_compression import describe_compression
 
 PP_AXIS = "pp"
 
@@ -98,6 +99,9 @@ def _axes(plan: PlanContent, steps: Sequence[StepSummary]) -> tuple[AxisSummary,
         splits = tuple(word for word, _ in words.most_common())
         if axis == PP_AXIS and any(step.stages for step in steps):
             splits = ("stages",)
+        sent = {hop.compression for graph in plan.step_graphs for move in graph.redistributions for hop in move.hops
+                if hop.axis == axis}
+        splits = (*map(describe_compression, sorted(sent - {""})), *splits)
         found.append(AxisSummary(axis, size, plan.links.get(axis, ""), splits, totals.get(axis, nothing)))
     return tuple(found)
 

@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.compat.execution.dtensor_internals import plain_torch_functions
 
-__all__ = ["FakeCalls", "dispatch_is_watched", "storage_key"]
+__all__ = ["DispatchMode", "FakeCalls", "dispatch_is_watched", "storage_key"]
+
+DispatchMode = TorchDispatchMode
+"""Base of modes that see every operator that runs."""
 
 
 def dispatch_is_watched() -> bool:

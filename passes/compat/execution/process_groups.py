@@ -41,6 +41,11 @@ def coordinate_in(name: str) -> int:
     return int(cast("Any", distributed_c10d)._resolve_process_group(name).rank())
 
 
+def ranks_in(name: str) -> int:
+    """Number of ranks of the process group of this name."""
+    return int(cast("Any", distributed_c10d)._resolve_process_group(name).size())
+
+
 def registered_as(name: str, group: Any) -> str:
     """Register another name of a process group for functional collectives; replaces another group under that name.
 

@@ -16,6 +16,7 @@ from passes.cost_model.measured.measurement_key import measurement_key_of
 from passes.graph.decision import Decision, Route, RouteSegment
 from passes.graph.layouts import Layout, local_bytes
 from passes.graph.placement_graph import PlacementGraph
+from passes.hardware.gradient_compression import sent_share
 from passes.op_rules.base import Placement
 from passes.sharding.grouping.op_groups import OpGroup
 from passes.sharding.oracle.comm_attribution import CommAttribution, arrivals
@@ -111,9 +112,11 @@ class _CostRecomputation:
         if kind == "slice":
             return SLICE
         moved = self.local(v, after if kind == "all_gather" else layout)
-        if kind in ("all_reduce", "reduce_scatter") and gradient and moved < self.bucket_bytes:
-            bucket = prices.collective(kind, axis, self.bucket_bytes) + 2 * copy(self.bucket_bytes, prices)
-            return bucket * moved / self.bucket_bytes
+        if kind in ("all_reduce", "reduce_scatter") and gradient:
+            share = sent_share(self.axes[axis].compression, value.spec.dtype)
+            moved, together = moved * share, self.bucket_bytes * share
+            if moved < together:
+                return (prices.collective(kind, axis, together) + 2 * copy(together, prices)) * moved / together
         # Shards that are not contiguous are packed before the collective, or unpacked after it.
         copies = sum(not self.in_one_block(v, *each) for each in (p, q) if not isinstance(each, str))
         return prices.collective(kind, axis, moved) + copies * copy(moved, prices)

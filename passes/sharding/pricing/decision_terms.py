@@ -16,6 +16,7 @@ from passes.graph.decision import OperationLayouts
 from passes.graph.layouts import Layout, local_bytes
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.hardware.axis import Axes
+from passes.hardware.gradient_compression import sent_share
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement
 
 N = TypeVar("N")
@@ -35,6 +36,10 @@ class Sizes(Protocol[Size]):
 
     def outer(self, value: Value, placement: tuple[int, int]) -> Size:
         """Elements before a factor of a dim."""
+        ...
+
+    def sent_share(self, value: Value, axis: int) -> float:
+        """Fraction of the bytes of a gradient that its reduction along an axis sends."""
         ...
 
 
@@ -61,6 +66,9 @@ class LocalSizes:
         for k in range(factor):
             outer *= value.factors[dim][k]
         return outer
+
+    def sent_share(self, value: Value, axis: int) -> float:
+        return sent_share(self.axes[axis].compression, value.spec.dtype)
 
 
 def operation_share(row: OperationLayouts, axes: Axes) -> float:
@@ -140,8 +148,9 @@ def hop_term(value: Value, layout: Layout, axis: int, target: Placement, sizes: 
     # A gather's message counts the bytes of its result: whole on this axis.
     gathered = (*layout[:axis], REPLICATE, *layout[axis + 1 :]) if kind == "all_gather" else layout
     outer = (sizes.outer(value, p) for p in (source, target) if isinstance(p, tuple))
-    return Message(kind, axis, sizes.bytes([(value, gathered)]), tuple(each for each in outer if each != 1),
-                   bucket_bytes if kind in REDUCING else 0.0)
+    together = bucket_bytes if kind in REDUCING else 0.0
+    share = sizes.sent_share(value, axis) if together else 1.0
+    return Message(kind, axis, sizes.bytes([(value, gathered)]), tuple(each for each in outer if each != 1), together, share)
 
 
 def update(value: Value, layout: Layout, sizes: Sizes[N]) -> Update[N]:

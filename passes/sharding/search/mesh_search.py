@@ -11,8 +11,11 @@ from passes.cost_model.measured.mesh_prices import CachedMeasurements, MeshPrice
 from passes.errors import BadInput, HpmlError, Infeasible
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import PlacementGraph
+from passes.hardware.axis import Axes
 from passes.hardware.cluster import Cluster
+from passes.hardware.gradient_compression import compressed_axes
 from passes.hardware.mesh import Mesh, enumerate_meshes, mesh_from_pin
+from passes.json_records import FrozenMap
 from passes.sharding.formulation.placement_problem import MeshTables
 from passes.sharding.formulation.problem_entities import Pin
 from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
@@ -48,6 +51,7 @@ class SearchConfig:
     shorter, further: the same model with one layer less, and how many layers the real model has beyond the graph.
     lifetimes: the points at which bytes are counted. resident_states: optimizer tensors in device memory; None: all. memos:
     tables of earlier searches that differ only in bytes. allowance: replaces the solver's time limit, for all meshes.
+    compression: of gradients, by axis; local_ranks: ranks on a node for that, where they are not as the cluster says.
     """
 
     cluster: Cluster
@@ -64,6 +68,11 @@ class SearchConfig:
     resident_states: int | None = None
     memos: SearchTables | None = field(default=None, repr=False, compare=False)
     allowance: WorkLimit | None = field(default=None, repr=False, compare=False)
+    compression: FrozenMap[str, str] = FrozenMap()
+    local_ranks: int | None = None
+
+    def axes_of(self, mesh: Mesh) -> Axes:
+        return compressed_axes(mesh, self.compression, self.local_ranks or self.cluster.devices_per_node)
 
     @property
     def budget(self) -> float:
@@ -143,7 +152,7 @@ def search_meshes(graph: PlacementGraph, stored: Mapping[str, Layout], condition
         prices, others = minimized_first(conditions.prices(mesh), mesh, conditions.objective)
         try:
             answer = solve_on_mesh(
-                graph, mesh.layout_axes, prices, other_prices=others,
+                graph, conditions.axes_of(mesh), prices, other_prices=others,
                 options=conditions.solver, allowance=part,
                 state=TrainingStateModel(optimizer=conditions.states_held), budget_bytes=conditions.budget,
                 stored=stored, rows=conditions.rows, zero=conditions.zero, pinned=pinned,

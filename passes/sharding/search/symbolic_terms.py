@@ -120,6 +120,9 @@ class _Quantities:
     def outer(self, value: Value, placement: tuple[int, int]) -> Quantity:
         return whole(self.polynomials.outer(value.index, placement))
 
+    def sent_share(self, value: Value, axis: int) -> float:
+        return 1.0  # formulas leave compression out
+
 
 def collect_terms(placed: MeshPlacement, polynomials: Polynomials, state: TrainingStateModel, prices: Prices) -> SymbolicTerms:
     """Terms of an answer; `prices`: those that it was found with."""

@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 from passes.base import TransformPass
 from passes.compat import fake_mode_of
 from passes.cost_model.base import BUCKET_BYTES
-from passes.graph.fx_nodes import WAIT, is_collective
+from passes.graph.fx_nodes import COMPRESSION, WAIT, is_collective
 from passes.graph.module_blocks import assign_blocks
 from passes.op_rules.local_call import reshape
 from passes.op_rules.rule_table import is_random, operator_of
@@ -57,7 +57,8 @@ class _GradientReduction:
 
     def key(self) -> Hashable:
         operand, *how = self.start.args
-        return self.start.target, tuple(how), operand.meta["val"].dtype, self.later is None, self.soon, self.block
+        return (self.start.target, tuple(how), operand.meta["val"].dtype, self.start.meta.get(COMPRESSION), self.later is None,
+                self.soon, self.block)
 
 
 @register
@@ -175,6 +176,8 @@ def _fuse(bucket: Sequence[_GradientReduction], place: Node, fake_mode: Any) -> 
     flat = [reshape(insert, r.start.args[0], rows) for r in bucket]
     dim = len(rows) - 1
     started = insert(last.target, insert(aten.cat.default, flat, dim), *last.args[1:])
+    if COMPRESSION in last.meta:
+        started.meta[COMPRESSION] = last.meta[COMPRESSION]
     insert = CallInserter(last.graph, place, like=last, fake_mode=fake_mode)
     result = insert(WAIT, started)
     offset = 0

@@ -19,11 +19,12 @@ import torch
 from torch.fx import Node
 
 from passes.errors import HpmlError
-from passes.graph.fx_nodes import BY_COORDINATE
+from passes.graph.fx_nodes import BY_COORDINATE, COMPRESSION
 from passes.graph.layouts import Layout, local_shape
 from passes.graph.placement_graph import Value
 from passes.graph.shard_offset import ShardOffset
 from passes.hardware.axis import Axes, AxisKind, time_axis
+from passes.hardware.gradient_compression import sent_share
 from passes.json_records import FrozenMap
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE
 from passes.op_rules.local_call import reshape
@@ -92,10 +93,12 @@ class Redistributor:
     `passes.transforms.shard.spmd_rewrite.Shard`."""
 
     def __init__(self, groups: MeshGroups, at_run_time: bool = False):
-        self.groups, self.at_run_time = groups, at_run_time
+        self.groups, self.at_run_time, self.compression = groups, at_run_time, ""
 
-    def hop(self, insert: CallInserter, x: Node, value: Value, source: Layout, target: Layout) -> Node:
-        """`x` is a local tensor of `value` in layout `source`; exactly one axis differs from `target`."""
+    def hop(self, insert: CallInserter, x: Node, value: Value, source: Layout, target: Layout, compression: str = "") -> Node:
+        """`x` is a local tensor of `value` in layout `source`; exactly one axis differs from `target`. compression: mark for
+        the reduction of a gradient."""
+        self.compression = compression
         (axis,) = [a for a, (p, q) in enumerate(zip(source, target)) if p != q]
         p, q = source[axis], target[axis]
         if self.groups.axes[axis].kind is AxisKind.TIME:
@@ -131,11 +134,17 @@ class Redistributor:
             return (self._all_gather if q == REPLICATE else self._all_to_all)(insert, x, value, source, target, axis)
         if q == REPLICATE:
             kind = "max" if p == PARTIAL_MAX else "sum"
-            return self._wait(insert, c10d.all_reduce.default, self._packed(insert, x), kind, self.groups.names[axis])
+            return self._reduced(insert, axis, c10d.all_reduce.default, self._packed(insert, x), kind, self.groups.names[axis])
         return self._reduce_scatter(insert, x, value, source, target, axis)
 
     def _wait(self, insert: CallInserter, target, *args) -> Node:
         return insert(c10d.wait_tensor.default, insert(target, *args))
+
+    def _reduced(self, insert: CallInserter, axis: int, target, *args) -> Node:
+        wait = self._wait(insert, target, *args)
+        if sent_share(self.compression, str(args[0].meta["val"].dtype).removeprefix("torch.")) < 1.0:
+            wait.args[0].meta[COMPRESSION] = self.compression, self.groups.axes[axis].size
+        return wait
 
     def _packed(self, insert: CallInserter, x: Node) -> Node:
         if x.meta["val"].is_contiguous():
@@ -196,7 +205,7 @@ class Redistributor:
         n, name = self.groups.axes[axis].size, self.groups.names[axis]
         before, _ = around(value, source, target[axis], self.groups.axes)
         front = self._to_front(insert, x, before, n)
-        part = self._wait(insert, c10d.reduce_scatter_tensor.default, front, "sum", n, name)
+        part = self._reduced(insert, axis, c10d.reduce_scatter_tensor.default, front, "sum", n, name)
         return self._shaped(insert, part, local_shape(value, target, self.groups.axes))
 
     def _all_to_all(self, insert, x, value, source, target, axis) -> Node:

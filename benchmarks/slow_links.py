@@ -1,0 +1,65 @@
+"""Losses and bytes of the demo's model with compressed gradients, on CPUs over gloo.
+
+    torchrun --nproc-per-node 2 benchmarks/slow_links.py [--steps 200] [--width 128] [--layers 4]
+
+Each row: the compression, bytes that a rank sends in backward of one step, losses, and the mean of the last ten.
+"""
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpml_compiler.demo.train import GPT, TEXT
+from hpml_compiler.instruments.sent_bytes import SentBytes
+from hpml_compiler.session import session
+
+CASES = ("", "bf16", "fp16")
+
+
+def train(compress: str, steps: int, width: int, layers: int, length: int = 64, batch: int = 8) -> tuple[list[float], int]:
+    """Losses, and the bytes that this rank sends in the backward of the last step."""
+    torch._dynamo.reset()
+    session.reset()
+    torch.manual_seed(0)
+    text, sent = torch.tensor(list(TEXT.read_bytes())), SentBytes()
+    model = GPT(width, width // 64, layers, length)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    options = {"mesh": {"dp": dist.get_world_size()}, "zero": 0, "compiler": "eager", "monitor": False}
+    call = torch.compile(model, backend="hpml", options={**options, **({"compress": {"dp": compress}} if compress else {})})
+    losses = []
+    for step in range(steps):
+        starts = torch.randint(len(text) - length, (batch,))
+        rows = torch.stack([text[start:start + length + 1] for start in starts.tolist()])
+        loss = call(rows[:, :-1], rows[:, 1:])
+        optimizer.zero_grad()
+        if step == steps - 1:
+            with sent:
+                loss.backward()
+        else:
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, sent.total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Losses and bytes with compressed gradients.")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    for compress in CASES:
+        losses, sent = train(compress, args.steps, args.width, args.layers)
+        if dist.get_rank() == 0:
+            shown = "  ".join(f"{losses[k]:.4f}" for k in (0, args.steps // 4 - 1, args.steps // 2 - 1, args.steps - 1))
+            print(f"{compress or 'none':14} {sent:>12,} bytes  {shown}  last ten {sum(losses[-10:]) / 10:.4f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
