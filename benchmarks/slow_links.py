@@ -7,6 +7,8 @@ Each row: the compression, bytes that a rank sends in backward of one step, loss
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,16 +21,18 @@ from hpml_compiler.session import session
 CASES = ("", "bf16", "fp16")
 
 
-def train(compress: str, steps: int, width: int, layers: int, length: int = 64, batch: int = 8) -> tuple[list[float], int]:
-    """Losses, and the bytes that this rank sends in the backward of the last step."""
+def train(compress: str, steps: int, width: int, layers: int, length: int = 64, batch: int = 8,
+          ) -> tuple[list[float], Counter[Any]]:
+    """Losses, and the bytes that this rank sends in the backward of the last step, by collective and dtype."""
     torch._dynamo.reset()
     session.reset()
     torch.manual_seed(0)
     text, sent = torch.tensor(list(TEXT.read_bytes())), SentBytes()
     model = GPT(width, width // 64, layers, length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
-    options = {"mesh": {"dp": dist.get_world_size()}, "zero": 0, "compiler": "eager", "monitor": False}
-    call = torch.compile(model, backend="hpml", options={**options, **({"compress": {"dp": compress}} if compress else {})})
+    options: dict[str, Any] = {"mesh": {"dp": dist.get_world_size()}, "zero": 0, "compiler": "eager", "monitor": False}
+    options |= {"compress": {"dp": compress}} if compress else {}
+    call = torch.compile(model, backend="hpml", options=options)
     losses = []
     for step in range(steps):
         starts = torch.randint(len(text) - length, (batch,))
@@ -43,7 +47,7 @@ def train(compress: str, steps: int, width: int, layers: int, length: int = 64, 
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses, sent.total
+    return losses, sent.sent
 
 
 def main() -> None:
@@ -53,11 +57,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     args = parser.parse_args()
     dist.init_process_group("gloo")
+    first: list[float] = []
     for compress in CASES:
         losses, sent = train(compress, args.steps, args.width, args.layers)
         if dist.get_rank() == 0:
             shown = "  ".join(f"{losses[k]:.4f}" for k in (0, args.steps // 4 - 1, args.steps // 2 - 1, args.steps - 1))
-            print(f"{compress or 'none':14} {sent:>12,} bytes  {shown}  last ten {sum(losses[-10:]) / 10:.4f}", flush=True)
+            first = first or losses
+            apart = max(abs(a - b) for a, b in zip(losses, first, strict=True))
+            print(f"{compress or 'none':14} {sum(sent.values()):>12,} bytes  {shown}  last ten {sum(losses[-10:]) / 10:.4f}  "
+                  f"apart {apart:.2g}  {dict(sent)}", flush=True)
     dist.destroy_process_group()
 
 

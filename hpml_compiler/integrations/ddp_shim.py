@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hpml_compiler.integrations.accelerate import watch_saves
+from hpml_compiler.integrations.comm_hooks import compressing, compression_of
 from hpml_compiler.runtime.batch.batch_pytree import map_named_tensors, named_tensors
 from hpml_compiler.runtime.batch.per_rank_batch import PerRankBatches
 from hpml_compiler.runtime.process.world_group import control_group
@@ -50,6 +52,8 @@ class SplitDDP(DistributedDataParallel):
         ddp.__class__ = cls
         assert isinstance(ddp, cls)
         ddp._become(**held, options={})
+        for hook, _ in vars(ddp).pop("_comm_hooks", ()):
+            ddp.register_comm_hook(None, hook)
 
     def _become(self, device_ids: Any, output_device: Any, dim: int, options: dict[str, Any]) -> None:
         if dim != 0:
@@ -62,10 +66,8 @@ class SplitDDP(DistributedDataParallel):
         self.mixed_precision = options.get("mixed_precision")
         if self.mixed_precision is not None:
             raise BadInput("DDP's own mixed_precision is not done here", WHERE, "use torch.autocast in the script")
-        self._rows = PerRankBatches()
+        self._rows, self._compress = PerRankBatches(), dict[str, str]()
         if "accelerate" in sys.modules:  # it wraps models in DDP, and writes on rank 0
-            from hpml_compiler.integrations.accelerate import watch_saves
-
             watch_saves()
         with torch.no_grad():
             for tensor in (*self.module.parameters(), *self.module.buffers()):
@@ -79,7 +81,8 @@ class SplitDDP(DistributedDataParallel):
     @torch.compiler.disable(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         inputs, kwargs, own = self._joined(inputs, kwargs)  # pyright: ignore[reportCallIssue]
-        output = self.module(*inputs, **kwargs)
+        with compressing(self._compress):
+            output = self.module(*inputs, **kwargs)
         return output if own is None else self._own_part(output, *own)  # pyright: ignore[reportCallIssue]
 
     @torch.compiler.disable
@@ -133,9 +136,11 @@ class SplitDDP(DistributedDataParallel):
         raise BadInput("DDP.join has no meaning here", WHERE,
                        "leave it out and use hpml_compiler.distribute(loader): it goes on while any rank has rows")
 
-    def register_comm_hook(self, *_args: Any, **_kwargs: Any) -> None:
-        raise BadInput("gradients are reduced inside of the compiled graphs, where no hook of DDP runs", WHERE,
-                       "leave register_comm_hook out")
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        self._compress = compression_of(hook, self.module)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self.register_comm_hook(None, comm_hook_type)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

@@ -213,7 +213,9 @@ class BlocksReport(Record):
 
 
 class GraphPlan(Record):
-    """The plan of one joint graph. `parameters` lists every parameter of the model, also of layers whose operations are not listed.
+    """The plan of one joint graph.
+
+    `parameters` lists every parameter of the model, also of layers whose operations are not listed.
     `multiplicity[class_id]`: how many times in the whole model each *listed* operation of that class runs: 1 (or no entry)
     where every layer's nodes are listed, 32 where one layer is listed for 32. So the time of a step is the sum of
     `predicted_us * multiplicity` over the listed operations, and likewise over redistributions.
@@ -224,10 +226,9 @@ class GraphPlan(Record):
     `frame`: the code that the graph was compiled from, "" if it is unknown; recompiled graphs have the same frame.
     `kept`: activation checkpointing, where it was decided under a memory budget; else None.
     `microbatches`: the split of the batch into microbatches, if there is one. Operations and redistributions are listed
-    for the whole batch; `predicted` and `memory` are those of the split step.
-    `pipeline`: the pipeline stages, if there are any. `loss_chunks`: those of the loss, or why there are none; None if unknown.
-    `at_peak`: the memory peak of a step of this graph alone, of `memory.peak` bytes; None before it is computed, and in plans
-    that are written by hand.
+    for the whole batch; `predicted` and `memory` are those of the split step. `pipeline`: the pipeline stages, if there are
+    any. `loss_chunks`: those of the loss, or why there are none; None if unknown. `at_peak`: the memory peak of a step of this
+    graph alone, of `memory.peak` bytes; None before it is computed, and in plans that are written by hand.
     `blocks`: regional compilation of forward and backward, where blocks are compiled once. With microbatches they are those of
     one microbatch; with stages the keys are "stage 0 forward", "stage 0 backward" and, where backward is split, "stage 0
     weights".
