@@ -5,6 +5,7 @@ the same Python object.
 """
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,12 +77,13 @@ class DeferredOutput(torch.Tensor):
             self.use.note_read()
         self.become(self.call.value(self.position, self.detached))
 
-    def become(self, value: torch.Tensor) -> None:
-        with compat.plain_torch_functions():
-            try:
+    def become(self, value: torch.Tensor, exchange: bool = True) -> None:
+        """exchange: False where something else holds `value`, which would hold this object then."""
+        with compat.plain_torch_functions(), contextlib.suppress(RuntimeError, TypeError):  # also for classes of other slots
+            if exchange:
                 torch.utils.swap_tensors(self, value)
-            except (RuntimeError, TypeError):  # classes of other slots cannot be exchanged, either
-                self.value = value
+                return
+        self.value = value
 
     def read_by_dynamo(self) -> None:
         """Read the output for a compiled function. Dynamo compiles a function again for a tensor of another class, so later

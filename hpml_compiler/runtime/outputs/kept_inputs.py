@@ -13,6 +13,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hpml_compiler.runtime.outputs.recorded_call import CompiledRecords
 from passes import compat
 from passes.errors import HpmlError
 from passes.session_state import state_of
@@ -51,7 +52,7 @@ def _before_step(*_: Any) -> None:
 
 
 def _before_data(parameter: torch.Tensor) -> None:
-    if state_of(_Living):
+    if state_of(_Living) and not state_of(CompiledRecords).are_running:  # then hpml looks at it, not the script
         for kept in list(state_of(_Living)):
             kept.note_data(parameter)
 

@@ -11,6 +11,7 @@ from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
 from hpml_compiler.runtime.placements.gather_parts import gathered_from_parts
 from hpml_compiler.runtime.placements.shard_and_gather import local_shard, to_full_tensor
+from hpml_compiler.runtime.program.second_derivatives import marked
 from passes import compat
 
 
@@ -64,11 +65,10 @@ class _PartsOfOutputs(torch.autograd.Function):
         return tuple([output._local_tensor.detach() for output in outputs])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         with compat.plain_torch_functions():
-            return (None, *[None if gradient is None else compat.make_dtensor(PlacedTensor, gradient, spec)
-                            for gradient, spec in zip(gradients, ctx.specs, strict=True)])
+            return (None, *[None if gradient is None else marked(gradient, lambda part, spec=spec: compat.make_dtensor(
+                PlacedTensor, part, spec)) for gradient, spec in zip(gradients, ctx.specs, strict=True)])
 
 
 class _PartOfWhole(torch.autograd.Function):

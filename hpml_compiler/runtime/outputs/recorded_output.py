@@ -170,7 +170,7 @@ def before_use(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[st
 def recordable_now() -> bool:
     """True where calls may run later than they are made."""
     return not (compat.inside_transform() or compat.inside_backward() or compat.dispatch_is_watched() or compat.is_tracing()
-                or torch.is_inference_mode_enabled() or compat.inside_autograd_function())
+                or torch.is_inference_mode_enabled() or compat.inside_autograd_function() or compat.saving_is_hooked())
 
 
 def asks_metadata(func: Any, name: str) -> bool:

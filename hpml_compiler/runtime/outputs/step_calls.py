@@ -236,12 +236,11 @@ class StepCalls(CallRecord):
         state_of(AllRecords).living.discard(self)
         known, self.known = self.known or {}, {}
         self.inputs, self._kept = {}, {}
+        held = {id(x) for record in state_of(AllRecords).living for x in record.inputs.values()}
         for number in self.alive:
-            found = self._living.pop(number)
-            tensor = found()
-            del found
+            tensor = self._living.pop(number)()
             if tensor is not None:
-                tensor.become(known[number])
+                tensor.become(known[number], exchange=id(known[number]) not in held)
 
     # -- calls that are not noted --------------------------------------------------------------------------------------
 

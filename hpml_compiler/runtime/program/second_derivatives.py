@@ -40,12 +40,20 @@ def _explain(results: Iterable[Any]) -> bool:
     return bool(found)
 
 
+def marked(gradient: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What `compute` makes of a gradient, in a backward: one that has no second derivative."""
+    with torch.no_grad():
+        found = compute(gradient)
+    return _Marked.apply(found.requires_grad_()) if torch.is_grad_enabled() and gradient.requires_grad else found
+
+
 def _marking(first: Callable[..., Any]) -> Callable[..., Any]:
     @compat.untraced
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = first(ctx, *gradients)
         if not torch.is_grad_enabled():  # no create_graph=True
-            return found
+            return first(ctx, *gradients)
+        with torch.no_grad():  # graphs write in place
+            found = first(ctx, *gradients)
         return tuple(_marked(x) if isinstance(x, torch.Tensor) else x for x in found)
 
     return backward
@@ -73,4 +81,4 @@ class _Marked(torch.autograd.Function):
             "backward needs a second derivative: it reaches gradients that a compiled graph computed with create_graph=True, "
             "and graphs of torch.compile have no second derivatives, with any backend", "backward through a compiled graph",
             "compute those gradients with the uncompiled model, as for a gradient penalty; in a compiled function, decorate "
-            "the part that they go through with torch.compiler.disable")
+            'the part that they go through with torch.compiler.disable; for gradients at outputs of it, set outputs="whole"')

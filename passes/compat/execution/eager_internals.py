@@ -108,6 +108,11 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def saving_is_hooked() -> bool:
+    """True where hooks take what autograd saves, as in `torch.utils.checkpoint`, which counts it."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call back when the backward that runs in this thread has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]

@@ -285,6 +285,10 @@ def run_rest(rank):
     with pytest.raises(HpmlError, match="the result of mul .* cannot be computed any more: it was changed in place"):
         scaled.sum()
     del p, scaled
+    z, _ = call(X)
+    by, = torch.autograd.grad(F.cross_entropy(z, Y), z, create_graph=True)
+    with pytest.raises(HpmlError, match='(?s)second derivative .*set outputs="whole"'):
+        by.square().sum().backward()
 
     whole = torch.compile(Outputs(), backend="hpml", options={"compiler": "eager", "mesh": {"dp": 2}, "outputs": "whole"})
     assert type(whole(X)[0].exp()) is torch.Tensor

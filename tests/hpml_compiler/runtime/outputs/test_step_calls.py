@@ -240,10 +240,33 @@ def own_loop(t):
     return [loss, p.mean().detach(), p[0]]
 
 
+def checkpointed(t):
+    loss = torch.utils.checkpoint.checkpoint(lambda z: F.cross_entropy(z, Y), t.call(X), use_reentrant=False)
+    loss.backward()
+    return [loss]
+
+
+def small_and_large(t):
+    z = t.call(X)
+    small, large = (z * SOFT).sum(-1), z @ SOFT.T
+    loss = F.cross_entropy(torch.cat([small[:, None], large, z], 1), Y)
+    loss.backward()
+    return [loss, small.detach()]
+
+
+def two_calls(t):
+    t.layer = getattr(t, "layer", None) or nn.Linear(256, 256).double()
+    one, other = t.layer(t.call(X)), t.layer(t.call(X.flip(0)))
+    loss = F.mse_loss(one, SOFT) + F.mse_loss(other, SOFT)
+    loss.backward()
+    return [loss]
+
+
 SCENES = {plain: IN_STEP, kept_logits: IN_STEP, metrics_first: ALONE, metrics_between: IN_STEP, warm_up: IN_STEP,
           several: IN_STEP, evaluated: IN_STEP, twice: ALONE, of_two_sizes: IN_STEP, accumulated: IN_STEP, scaled: IN_STEP,
           noisy: ALONE, dropped: IN_STEP, normed: ALONE, changed_target: IN_STEP, changed_parameter: ALONE, again: IN_STEP,
-          asked: IN_STEP, asked_between: ALONE, hooked: ALONE, failing: IN_STEP, saved: IN_STEP, own_loop: IN_STEP}
+          asked: IN_STEP, asked_between: ALONE, hooked: ALONE, failing: IN_STEP, saved: IN_STEP, own_loop: IN_STEP,
+          checkpointed: ALONE, small_and_large: IN_STEP, two_calls: ALONE}
 USES = {plain: (1, set()), kept_logits: (7, {"argmax", "max", "logsumexp"}), metrics_first: (7, {"argmax"})}
 """Of 7 calls, those in which the logits are made, and the functions that the script calls on them: with a mesh of two ranks."""
 
