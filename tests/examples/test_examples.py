@@ -23,7 +23,7 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S
 
 def run_example(rank: int, name: str, *arguments: str) -> str:
     """What this rank prints; one alone is not told of ranks."""
-    if os.environ["WORLD_SIZE"] == "1":
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         for variable in [key for key in os.environ if key.startswith("TORCHELASTIC_") or key in RANKS]:
             del os.environ[variable]
     else:
@@ -76,6 +76,41 @@ def test_one_device_and_two_ranks(launch, tmp_path, name, first_resumed):
         return "\n".join(launch(run_example, ranks, (name, *arguments), timeout_s=200, init=False))
 
     compare(run(1, "one"), run(2, "two"), run(2, "two", "--resume"), first_resumed)
+
+
+NEIGHBOURS = {"lora.py": ["peft", "transformers"], "distillation.py": [], "pruning.py": [],
+              "quantization_aware.py": ["torchao"], "export.py": ["onnx", "onnxscript"]}
+
+
+def run_examples(rank: int, names: list[str], folder: str) -> list[str]:
+    return [run_example(rank, name, "--output", f"{folder}/{name}") for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_neighbours_on_two_ranks(launch, tmp_path):
+    """All in one launch: to import torch and these libraries takes longer than the examples."""
+    names = [name for name, packages in NEIGHBOURS.items() if all(map(importlib.util.find_spec, packages))]
+    (one,) = launch(run_examples, 1, (names, str(tmp_path / "one")), timeout_s=180, init=False)
+    two = launch(run_examples, 2, (names, str(tmp_path / "two")), timeout_s=180, init=False)
+    for name, expected, *found in zip(names, one, *two):
+        wanted = numbers(expected)
+        assert len(wanted) >= 4, name
+        for rank, values in enumerate(map(numbers, found)):
+            assert set(values) == set(wanted) - ({"evaluation"} if rank and name != "pruning.py" else set()), name
+            for where, value in values.items():
+                assert value == pytest.approx(wanted[where], rel=5e-3, abs=2e-4), (name, where)
+
+
+@needs("optuna")
+@pytest.mark.timeout(240)
+def test_optuna_trains_only_what_fits_and_is_fast(launch):
+    (said,) = launch(run_example, 1, ("optuna_search.py", "--trials", "4"), timeout_s=200, init=False)
+    lines = [line for line in said.splitlines() if line.startswith("step ")]
+    wide = [line for line in lines if "'width': 1024" in line]
+    assert len(lines) == 4 and len(wide) == 2 and all(line.endswith("pruned") for line in wide)
+    assert [line for line in wide if " nan ms" in line] and [line for line in wide if " nan ms" not in line]
+    assert all(" loss " in line for line in lines if line not in wide)
 
 
 def ray_without_ray(saved: Path) -> str:
