@@ -1,8 +1,9 @@
-"""Pictures of fourteen plans, of many kinds: what docs/guides/pictures.md shows and says.
+"""Pictures of fifteen plans, of many kinds: all pictures of plans in docs/ and README.md.
 
-    python benchmarks/plan_pictures.py FOLDER [--only NAME ...] [--png]
+    python benchmarks/plan_pictures.py FOLDER [--only NAME ...] [--png] [--saved] [--docs]
 
-Every plan is saved in FOLDER beside its overview and the block that costs most (.svg; with --png also .png).
+Every plan is saved in FOLDER beside its overview and the block that costs most (.svg; with --png also .png). --saved draws the
+plans that are there. --docs draws into docs/images, too; then read what docs/guides/pictures.md says of each.
 """
 from __future__ import annotations
 
@@ -110,6 +111,8 @@ SMALL = gpt(512, 6, 8, batch=16, vocab=8192, seq=512)
 CASES: dict[str, tuple[Callable[[], Target], str, dict[str, Any]]] = {
     "llama_8b": (llama_8b, "8x8:h100-80g", {}),
     "gpt_7_5b": (gpt(4096, 36, 32, batch=512), "4x8:a100-80g", {"mesh": {"pp": 4, "tp": 8}, "microbatches": 8}),
+    "stages": (gpt(4096, 36, 32, batch=512), "4x8:a100-80g", {
+        "mesh": {"pp": 4, "tp": 8}, "microbatches": 8, "schedule": "1f1b"}),
     "gpt_175b": (gpt(12288, 96, 96, batch=1536), "16x8:a100-80g", {
         "mesh": {"pp": 8, "dp": 2, "tp": 8}, "microbatches": 96, "virtual_stages": 2}),
     "zero3": (SMALL, "1x8:a100-80g", {"mesh": {"dp": 8}, "zero": 3}),
@@ -125,6 +128,13 @@ CASES: dict[str, tuple[Callable[[], Target], str, dict[str, Any]]] = {
     "not_split": (lambda: (nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)), (torch.zeros(1, 3),)), "1x4:a100-80g", {}),
 }
 """Name of the pictures -> model, cluster and options."""
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+OF_DOCS: dict[str, tuple[str, str]] = {
+    "overview.svg": ("llama_8b", "overview"), "plan.svg": ("llama_8b", "block"), "stages.svg": ("stages", "overview"),
+    **{f"plans/{name}.svg": (name, "overview") for name in CASES if name != "stages"},
+    **{f"plans/{name}_block.svg": (name, "block") for name in ("recompute", "offload")},
+}
+"""Picture in docs/images -> the plan and the view."""
 
 
 def draw(plan: Plan, folder: Path, name: str, kinds: tuple[str, ...]) -> float:
@@ -142,17 +152,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--png", action="store_true")
+    for flag in ("--png", "--saved", "--docs"):
+        parser.add_argument(flag, action="store_true")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     for name in given.only:
-        build, cluster, options = CASES[name]
-        torch._dynamo.reset()
-        start = time.perf_counter()
-        plan = hpml_compiler.plan(*build(), cluster=cluster, **options)
-        planned = time.perf_counter() - start
-        assert isinstance(plan, Plan)
-        plan.save(given.folder / f"{name}.json")
+        start, saved = time.perf_counter(), given.folder / f"{name}.json"
+        if not given.saved or not saved.exists():
+            torch._dynamo.reset()
+            build, cluster, options = CASES[name]
+            made = hpml_compiler.plan(*build(), cluster=cluster, **options)
+            assert isinstance(made, Plan)
+            made.save(saved)
+        plan, planned = Plan.load(saved), time.perf_counter() - start
+        for picture, (case, view) in OF_DOCS.items() if given.docs else ():
+            if case == name:
+                plan.render(IMAGES / picture, view=view)
         drawn = draw(plan, given.folder, name, ("svg", "png") if given.png else ("svg",))
         print(f"{name}: planned in {planned:.1f} s, drawn in {drawn:.2f} s", flush=True)
 

@@ -1,9 +1,11 @@
 """The cost of one decision made otherwise: the best plan in which this one is another, solved anew."""
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from hpml_compiler.commands._value_pins import pin_of_value, why_not_alone
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plan_api.options_of_plan import made_with
 from hpml_compiler.plans.schema import DecisionRecord, GraphPlan
@@ -11,6 +13,7 @@ from hpml_compiler.visualize.description.placement_words import value_words, wor
 from hpml_compiler.visualize.formatting import format_bytes, format_mesh, format_placements, format_us
 from hpml_compiler.visualize.step_explanation import STEP_DECISIONS, microbatches_of
 from passes.errors import HpmlError
+from passes.op_rules.dim_texts import parse_dims
 
 MOST = 3
 PP_AXIS = "pp"
@@ -24,26 +27,36 @@ class Replan(Protocol):
 
 
 def alternatives_text(plan: Plan, name: str, replan: Replan) -> str:
-    """Lines on up to MOST other placements of a parameter, or other numbers of stages or microbatches, or schedules; why there
-    are none for what cannot be changed alone."""
+    """Lines on up to MOST other placements of a parameter or value, or other numbers of stages or microbatches, or schedules;
+    why there are none for what cannot be changed alone."""
     if name in STEP_DECISIONS and not any(name in graph.parameters for graph in plan.graphs):
         tried, why = list(_other_steps(plan, name))[:MOST], f"  there are no other {name} for these devices and this batch"
         lines = [f"  otherwise (planned again with other {name}, with placements free, and the rest as it is)"]
     else:
-        graph = next((graph for graph in plan.graphs if name in graph.parameters), None)
+        graph = next((graph for graph in plan.graphs if name in graph.parameters or name in graph.operations), None)
         if graph is None:
-            return f"  alternatives are solved for parameters, and for {', '.join(STEP_DECISIONS)}"
-        if graph.parameters[name].entity not in graph.decisions:
+            return f"  the plan has no parameter or value {name}"
+        is_parameter = name in graph.parameters
+        if is_parameter and graph.parameters[name].entity not in graph.decisions:
             return "  alternatives are not solved: the plan does not record this decision"
+        if not is_parameter and (why := why_not_alone(graph, name)):
+            return f"  alternatives are not solved: {why}"
         tried, why = list(_other_placements(plan, graph, name))[:MOST], "  no axis of the mesh divides another of its dims"
-        same = " and the same parameter of equal layers" if graph.multiplicity else ""
-        lines = [f"  otherwise (planned again with {name}{same} stored so, with these stages and microbatches, all else free)"]
+        many = graph.multiplicity if is_parameter else "*" in graph.operations[name].class_id
+        same = f" and the same {'parameter' if is_parameter else 'value'} of equal layers" if many else ""
+        made = "stored" if is_parameter else "made"
+        lines = [f"  otherwise (planned again with {name}{same} {made} so, with these stages and microbatches, all else free)"]
     for how, options in tried:
         try:
             lines.append(f"    {how}: {_compared(plan, replan(**options), options)}")
         except HpmlError as error:
-            lines.append(f"    {how}: impossible, {error.what}")
+            lines.append(f"    {how}: impossible, {_reason(plan, name, error)}")
     return "\n".join(lines) if tried else why
+
+
+def _reason(plan: Plan, name: str, error: HpmlError) -> str:
+    entities = {graph.operations[name].class_id for graph in plan.graphs if name in graph.operations}
+    return "its operator has no such choice on these axes" if error.where in entities else error.what
 
 
 def _other_steps(plan: Plan, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -83,16 +96,22 @@ def _with_stages(mesh: Mapping[str, int], stages: int) -> dict[str, int] | None:
 
 def _other_placements(plan: Plan, graph: GraphPlan, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Placements that differ on one axis: whole, or split on another dim that the axis divides."""
-    parameter, stages = graph.parameters[name], graph.pipeline is not None
-    for placements in _changed(graph, parameter.placements, parameter.shape):
-        own = [place for axis, place in zip(graph.mesh, placements) if not (stages and axis == PP_AXIS)]
-        old = graph.decisions[parameter.entity]
-        label = ",".join(own)
-        pinned = DecisionRecord(inputs=(label,) * len(old.inputs), outputs=(label,) * len(old.outputs))
-        edited = graph.model_copy(update={"decisions": {parameter.entity: pinned}, "pipeline": None, "kept": None,
-                                          "microbatches": None})
+    stages = graph.pipeline is not None
+    if name in graph.parameters:
+        parameter = graph.parameters[name]
+        now, shape, dims, entity = parameter.placements, parameter.shape, parameter.dims, parameter.entity
+    else:
+        made = graph.operations[name]
+        now, dims, entity = made.outputs[0], made.dims[0], made.class_id
+        shape = tuple(math.prod(size for size, _ in factors) for factors in parse_dims(dims))
+    for placements in _changed(graph, now, shape):
+        label = ",".join(place for axis, place in zip(graph.mesh, placements) if not (stages and axis == PP_AXIS))
+        old = graph.decisions[entity]
+        pinned = pin_of_value(graph, name, label) if name in graph.operations else DecisionRecord(
+            inputs=(label,) * len(old.inputs), outputs=(label,) * len(old.outputs))
+        edited = graph.model_copy(update={"decisions": {entity: pinned}, "pipeline": None, "kept": None, "microbatches": None})
         graphs = tuple(edited if each is graph else each for each in plan.graphs)
-        words = words_text(value_words(placements, parameter.dims, graph.mesh))
+        words = words_text(value_words(placements, dims, graph.mesh))
         yield (f"{words} ({format_placements(placements, graph.mesh)})",
                {**_as_planned(plan), "zero": "auto", "plan": plan.model_copy(update={"graphs": graphs})})
 

@@ -45,7 +45,7 @@ def explain(
     save: Annotated[Path | None, typer.Option(help="Write the formulas to this JSON file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw which device has which part of NAME into this file (.svg).")] = None,
     alternatives: Annotated[bool, typer.Option(
-        "--alternatives", help="For a parameter, stages, microbatches or schedule of a TARGET: plan with another.")] = False,
+        "--alternatives", help="For a parameter, node, stages, microbatches or schedule of a TARGET: plan another.")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Show the contents of a device's memory at its peak.")] = False,
 ) -> None:
     """Explain the placement and cost of NAME; or show cost formulas; or the memory peak."""
@@ -53,7 +53,7 @@ def explain(
     _check_svg(svg, name)
     if alternatives and (name is None or target.endswith(".json")):
         raise BadInput("alternatives are solved for one decision about a model", "--alternatives",
-                       "give FILE.py:FUNCTION and the name of a parameter, stages, microbatches or schedule")
+                       "give FILE.py:FUNCTION and the name of a parameter or node, stages, microbatches or schedule")
     if memory and (name is not None or grow or what_if or save):
         raise BadInput("--memory explains a whole plan", "explain", "leave out NAME, --grow, --what-if and --save")
     formulas_wanted = bool(grow or what_if or save)

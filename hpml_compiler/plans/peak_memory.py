@@ -127,5 +127,14 @@ def _state(graphs: Sequence[GraphPlan]) -> dict[str, int]:
     return {"parameters": round(parameters), "gathered": round(gathered), "optimizer": round(optimizer)}
 
 
+def fixed_values(graph: GraphPlan) -> frozenset[str]:
+    """Values whose size does not depend on the rows: parameters, and results of forward that depend on parameters only."""
+    found = set(graph.parameters)
+    for name, operation in graph.operations.items():
+        if not operation.backward and all(source in found for source in operation.sources):
+            found.add(name)
+    return frozenset(found)
+
+
 def _bytes(parameters: Iterable[ParameterPlan]) -> int:
     return sum(each.bytes_per_device for each in parameters)

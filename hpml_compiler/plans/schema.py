@@ -194,7 +194,7 @@ class MeshAttempt(Record):
 
 
 class DecisionRecord(Record):
-    """Solution of one entity of the sharding problem: its input and output layouts, axes joined by commas.
+    """Solution of one entity of the sharding problem: its input and output layouts, axes joined by commas ("*": left open).
 
     A plan that is passed back pins these; entities that it does not name are solved again."""
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
+from hpml_compiler.plans.peak_memory import fixed_values
 from hpml_compiler.plans.record_fields import Shape
 from hpml_compiler.plans.schema import GraphPlan, Redistribution
 from hpml_compiler.simulate.checkpointing_view import CheckpointingView
@@ -88,12 +89,8 @@ class LocalView:
 
     @cached_property
     def fixed(self) -> frozenset[str]:
-        """Values whose size does not depend on the rows: parameters, and results of forward that depend on parameters only."""
-        found = set(self.graph.parameters)
-        for name, operation in self.graph.operations.items():
-            if not operation.backward and all(source in found for source in operation.sources):
-                found.add(name)
-        return frozenset(found)
+        """See `hpml_compiler.plans.peak_memory.fixed_values`."""
+        return fixed_values(self.graph)
 
     @cached_property
     def when(self) -> Mapping[str, When]:

@@ -41,7 +41,7 @@ def _call(view: LocalView, call: StepCall, prices: PlanPrices, part: float) -> S
     if again_us is not None:
         again_us *= us / operation.predicted_us if operation.predicted_us else part
     return replace(call, us=us, result_bytes=tuple(nbytes * share for nbytes in operation.result_bytes), again_us=again_us,
-                   offload_us=call.offload_us * part)
+                   offload_us=call.offload_us * (part if call.when == "loop" else 1.0))
 
 
 def _leg(view: LocalView, move: Redistribution, prices: PlanPrices, part: float) -> Transfer:

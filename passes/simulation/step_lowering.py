@@ -134,13 +134,13 @@ class _GraphLowering:
     def _copy_back(self, each: CallInstance) -> None:
         """The second half of moving an offloaded result, in front of its first reader in backward."""
         key = f"{OFFLOAD} {each.call.name}", each.layer
-        if key not in self.brought:
+        if key not in self.brought and self._is_now(each.call):
             self.brought.add(key)
             self.program.compute(f"copy {each.call.name}{layer_label(each)} back", OFFLOAD, each.call.offload_us / 2)
 
     def _run_one(self, each: CallInstance, phase: str, reduce: bool) -> None:
         program, call, label = self.program, each.call, each.call.name + layer_label(each)
-        if call.when == "before" and self.microbatch or call.when == "after" and not self.last:
+        if not self._is_now(call):
             return
         program.enter((phase, each.group, self.microbatch) if each.group != OUTSIDE else (phase, self.microbatch))
         into = [(leg, repeats) for leg, repeats in self.legs.into(each)
@@ -165,6 +165,10 @@ class _GraphLowering:
                     self.returned.append(self._hops(leg.hops, label, [index]))
                 elif reduce or leg.each:
                     self._reduce(leg, 0, index, each.layer, label)
+
+    def _is_now(self, call: StepCall) -> bool:
+        """False for a call outside of the loop over microbatches, but with the first or with the last of them."""
+        return not (call.when == "before" and self.microbatch or call.when == "after" and not self.last)
 
     def _comes_again(self, leg: Transfer, reader: StepCall) -> bool:
         """True if an operand is redistributed again when its reader is recomputed: unless it is saved in the layout that is

@@ -3,10 +3,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from hpml_compiler.plans.checkpointing_records import SavedValue
+from hpml_compiler.plans.peak_memory import fixed_values
 from hpml_compiler.plans.record_fields import Placements
 from hpml_compiler.plans.schema import GraphPlan, OperationPlan, Redistribution
 from hpml_compiler.visualize.description.module_classes import block_path
@@ -37,68 +38,102 @@ def saved_bytes(graph: GraphPlan) -> dict[str, int]:
 def saved_results(graph: GraphPlan) -> dict[str, int]:
     """Bytes of results that are saved, by operation: a view that is saved keeps the memory of what it is a view of. What
     backward reads only as a copy in another placement is not kept itself. Operations that are listed in backward may be saved
-    as well: forward computes an equal value, such as normalized rows."""
-    root = _roots(graph)
-    read = _read_by_backward(graph)
-    copied = {root.get(move.value, move.value) for move in read.copies}
+    as well: forward computes an equal value, such as normalized rows. Values that are computed once before a loop over
+    microbatches are held for all of them."""
+    root, read = _roots(graph), _read_by_backward(graph).results
     found: dict[str, int] = {}
     for name, operation in graph.operations.items():
-        if not any(operation.saved) or operation.backward and root[name] != name:
-            continue
         owner = graph.operations.get(root[name])
-        if owner is None or root[name] in copied - read.results:  # a parameter or an input; a copy
+        if not any(operation.saved) or operation.backward and root[name] != name or owner is None or root[name] not in read:
             continue
         own = zip(owner.result_bytes, owner.saved) if root[name] == name else ((size, True) for size in owner.result_bytes[:1])
         found[root[name]] = max(found.get(root[name], 0), sum(size for size, saved in own if saved))
-    return {name: round(nbytes * _share(graph, name)) for name, nbytes in found.items()}
+    shares = _Shares(graph)
+    found = {name: round(nbytes * shares.of(name)) for name, nbytes in found.items()}
+    return found | {name: sum(graph.operations[name].result_bytes) for name in _held_for_the_loop(graph, root)}
 
 
 def saved_copies(graph: GraphPlan) -> list[tuple[Redistribution, int]]:
     """Redistributions of forward whose result backward reads, too, with the bytes of that; one for each reader."""
-    found: dict[tuple[str, Placements], tuple[Redistribution, int]] = {}
+    found: dict[tuple[str, str, Placements], tuple[Redistribution, int]] = {}
+    shares = _Shares(graph)
     for move in _read_by_backward(graph).copies:
         parts = math.prod(size for size, place in zip(graph.mesh.values(), move.target) if place.startswith("S"))
         nbytes = math.prod(move.shape) * item_bytes(move.dtype) / parts
-        found.setdefault((move.consumer, move.target), (move, round(nbytes * _share(graph, move.value))))
+        key = move.value, move.consumer, move.target
+        found.setdefault(key, (move, round(nbytes * shares.of(move.value))))
     return list(found.values())
 
 
 @dataclass
 class _BackwardReads:
-    """results: operations of forward; copies: results of its redistributions."""
+    """results: operations whose results backward reads as they are; copies: results of redistributions of forward."""
 
     results: set[str]
     copies: list[Redistribution]
 
 
 def _read_by_backward(graph: GraphPlan) -> _BackwardReads:
-    into = {(move.value, move.consumer): move for move in graph.redistributions}
+    """Down from what backward reads, through views and what is computed again, to what is saved."""
+    root, parameters = _roots(graph), graph.parameters
+    kept = {root[name] for name, operation in graph.operations.items() if any(operation.saved)}
+    into = {(move.value, move.consumer): move for move in graph.redistributions if any(hop.bytes for hop in move.hops)}
     copies: dict[tuple[str, Placements], list[Redistribution]] = defaultdict(list)
-    for move in graph.redistributions:
-        made, reader = graph.operations.get(move.value), graph.operations.get(move.consumer)
-        if made is not None and reader is not None and not made.backward and not reader.backward and any(
-                hop.bytes for hop in move.hops):
-            copies[move.value, move.target].append(move)
-    found, seen = _BackwardReads(set(), []), set[tuple[str, Placements]]()
-    left = [(name, source, placements) for name, operation in graph.operations.items() if operation.backward
-            for source, placements in zip(operation.sources, operation.inputs)]
+    for (value, consumer), move in into.items():
+        made, reader = graph.operations.get(value), graph.operations.get(consumer)
+        if reader is not None and not reader.backward and (made is None or not made.backward) and not _is_once(graph, move):
+            copies[value, move.target].append(move)
+    found, seen = _BackwardReads(set(), []), set[tuple[str, Placements, bool, int]]()
+    left = [(name, source, placements, False) for name in _running(graph, kept)
+            for source, placements in zip(graph.operations[name].sources, graph.operations[name].inputs)]
     while left:
-        reader, source, placements = left.pop()
+        reader, source, placements, again = left.pop()
         own, made = into.get((source, reader)), graph.operations.get(source)
-        if own is not None and any(hop.bytes for hop in own.hops):
+        if own is not None and graph.operations[reader].backward:  # backward makes a copy of its own
             placements = own.source
-        if made is None or made.backward or (source, placements) in seen:
+        there = copies.get((source, placements), [])
+        copy = next((move for move in there if move is own), there[-1] if there else None)
+        if (key := (source, placements, again, id(copy))) in seen:
             continue
-        seen.add((source, placements))
-        if (source, placements) in copies:
-            found.copies += copies[source, placements]
-            continue
-        is_view = short_name(made) in VIEWS
-        if not is_view:
+        seen.add(key)
+        if made is None:  # backward gathers parameters anew, but for what it computes again
+            found.copies += [copy] if copy is not None and again and source in parameters else []
+        elif copy is not None:
+            found.copies.append(copy)
+        elif short_name(made) in VIEWS:
+            left += [(source, *read, again) for read in zip(made.sources, made.inputs)]
+        elif source in kept:
             found.results.add(source)
-        if is_view or not any(made.saved):  # read through the view, or computed again
-            left += [(source, *read) for read in zip(made.sources, made.inputs)]
+        elif not made.backward:
+            left += [(source, *read, True) for read in zip(made.sources, made.inputs)]
     return found
+
+
+def _running(graph: GraphPlan, kept: Set[str]) -> list[str]:
+    """Operations that backward runs: forward runs those that are saved, and nobody what only they read."""
+    read_by: dict[str, list[str]] = defaultdict(list)
+    for name, operation in graph.operations.items():
+        for source in operation.sources:
+            read_by[source].append(name)
+    found: dict[str, None] = {}
+    for name, operation in reversed(graph.operations.items()):
+        readers = read_by[name]
+        if operation.backward and name not in kept and (not readers or any(reader in found for reader in readers)):
+            found[name] = None
+    return [*found]
+
+
+def _is_once(graph: GraphPlan, move: Redistribution) -> bool:
+    """True for a parameter's copy that stays until the optimizer changes it, or through all microbatches: no activation."""
+    return move.held or move.value in graph.parameters and graph.microbatches is not None and (
+        move.value not in graph.microbatches.gathered)
+
+
+def _held_for_the_loop(graph: GraphPlan, root: Mapping[str, str]) -> set[str]:
+    """Operations before the loop over microbatches whose results the loop reads."""
+    before = set() if graph.microbatches is None else {*graph.microbatches.before}
+    return {root[source] for name, operation in graph.operations.items() if name not in before
+            for source in operation.sources if source in before and root[source] in graph.operations}
 
 
 def _roots(graph: GraphPlan) -> dict[str, str]:
@@ -110,12 +145,18 @@ def _roots(graph: GraphPlan) -> dict[str, str]:
     return root
 
 
-def _share(graph: GraphPlan, name: str) -> float:
+class _Shares:
     """The share of a listed value that is in memory at a time: of one microbatch, if backward follows each of them."""
-    times = graph.microbatches
-    if times is None or not times.loss_inside or name in times.before or name in times.after or name in times.repeated:
-        return 1.0
-    return 1.0 / times.count
+
+    def __init__(self, graph: GraphPlan):
+        times = graph.microbatches
+        self.share, self.whole = 1.0, frozenset[str]()
+        if times is not None and times.loss_inside:
+            self.share = 1.0 / times.count
+            self.whole = fixed_values(graph).union(times.before, times.after, times.repeated)
+
+    def of(self, name: str) -> float:
+        return 1.0 if name in self.whole else self.share
 
 
 def saved_in(values: Mapping[str, SavedValue], path: str) -> dict[str, SavedValue]:

@@ -20,7 +20,7 @@ from passes.sharding.oracle.memory_model import HeldBytes, MemoryModel
 from passes.sharding.pricing.decision_terms import LocalSizes, update
 from passes.sharding.pricing.redistribution import cheapest_route
 from passes.sharding.pricing.training_state import TrainingStateModel
-from passes.sharding.strategies.mesh_strategies import MeshStrategy, Pin
+from passes.sharding.strategies.mesh_strategies import MeshStrategy, Pin, fits
 from passes.sharding.strategies.zero_levels import ZeroRules
 from passes.solver.problem import Choice, Entity
 
@@ -219,12 +219,12 @@ class ProblemEntities:
             draft.name = name
 
     def pin(self, pinned: Mapping[str, Pin]) -> None:
-        """Keep only the choices that a plan names, by entity."""
+        """Keep only the choices that a plan names, by entity. A label may be left open (`FREE`)."""
         for draft in self.drafts:
             if draft.name not in pinned:
                 continue
             inputs, outputs = pinned[draft.name]
-            kept = [o for o in draft.options if (o.choice.inputs, o.choice.outputs) == (inputs, outputs)]
+            kept = [o for o in draft.options if fits((inputs, outputs), o.choice.inputs, o.choice.outputs)]
             label = inputs[0] if inputs == outputs and len(inputs) == 1 else None
             if not kept and draft.copied is not None and label is not None and legal(
                     draft.copied, parse_layout(label), self.axes):

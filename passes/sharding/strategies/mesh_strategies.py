@@ -36,6 +36,8 @@ FEW = 6
 
 Pin = tuple[tuple[str | None, ...], tuple[str | None, ...]]
 """Labels of a choice's inputs and outputs."""
+FREE = "*"
+"""In place of a label in a pin: any will do."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,13 @@ class MeshStrategy:
     def made(self, operation: int, port: int) -> Layout:
         """The layout of a result, by the operation's position in the group."""
         return tuple(joint.operations[operation].placed()[port] for joint in self.combination)
+
+
+def fits(pin: Pin, inputs: Sequence[str | None], outputs: Sequence[str | None]) -> bool:
+    """True if a choice with these labels is one that the pin wants."""
+    wanted, labels = (*pin[0], *pin[1]), (*inputs, *outputs)
+    return len(pin[0]) == len(inputs) and len(pin[1]) == len(outputs) and all(
+        want in (FREE, label) for want, label in zip(wanted, labels))
 
 
 AxisRule = Callable[[Operation, Strategy], bool]
@@ -112,8 +121,13 @@ def allowed(group: OpGroup, graph: PlacementGraph, rule: AxisRule) -> tuple[bool
 
 def _fitting(joints: list[GroupStrategy], wanted: Pin, axis: int) -> list[GroupStrategy]:
     """Joint strategies with the wanted placements on an axis."""
-    ends = _ends(wanted, axis)
-    return [joint for joint in joints if (joint.inputs, joint.outputs) == ends]
+    if FREE not in (*wanted[0], *wanted[1]):
+        ends = _ends(wanted, axis)
+        return [joint for joint in joints if (joint.inputs, joint.outputs) == ends]
+    each = [_ends(((label,), ()), axis) for label in (*wanted[0], *wanted[1])]
+    return [joint for joint in joints if all(
+        label == FREE or ends == ((place,), ()) for label, ends, place in zip(
+            (*wanted[0], *wanted[1]), each, (*joint.inputs, *joint.outputs), strict=True))]
 
 
 def _ends(wanted: Pin, axis: int) -> Ends | None:

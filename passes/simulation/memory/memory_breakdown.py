@@ -107,6 +107,8 @@ def _parts(walk: MemoryTrace, phase: PhaseTimeline) -> list[dict[str, int]]:
 
 def _part(walk: MemoryTrace, storage: int, backward: bool) -> str:
     program = walk.program
+    if storage in program.returned and program.storages[storage].gathered:  # for all microbatches
+        return "gathered"
     if storage in walk.saved or (backward and storage in program.returned):
         return "saved"
     if backward and storage in program.gradients:

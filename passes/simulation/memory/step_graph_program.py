@@ -212,12 +212,11 @@ class _StepProgramBuilder:
                           self._read(leg.value, leg.source, each, phase), [storage],
                           repeatable=False, workspace_bytes=round(leg.result_bytes) if gathered else 0)
         self.copies[leg.value, key[1], leg.target] = storage
-        if leg.once:
-            self.returned.add(storage)
+        (self.returned if leg.once else set()).add(storage)
+        (self.gathered if made is None else set()).add(storage)
         if made is None and leg.once:
             self.segments[0][1].insert(0, op)
         elif made is None:
-            self.gathered.add(storage)
             ranks = leg.hops[-1].ranks
             self._prefetch(op, leg.result_bytes / ranks if ranks > 1 and gathered else 0.0, each.group != OUTSIDE)
         else:

@@ -25,23 +25,34 @@ def with_sizes(graph, **sizes):
     return graph.model_copy(update={"operations": operations})
 
 
+def read_back(graph, *names):
+    """The graph with an operation of backward that reads these."""
+    back = operation("aten.add", "h.0", "back", [ROWS[0]] * len(names), ROWS, 0.0, names, backward=True)
+    return graph.model_copy(update={"operations": graph.operations | {"back": back}})
+
+
 def test_a_saved_view_keeps_the_memory_of_what_it_is_a_view_of_once():
-    graph = gpt_graph(1)
+    graph = with_sizes(gpt_graph(1), head=((8,), (True,)))
     views = {name: operation("aten.view.default", "h.0", name, ROWS, ROWS, 0.0, [source])
              for name, source in (("flat", "fc_0"), ("twice", "flat"), ("weight", "h.0.fc.weight"))}
     graph = with_sizes(graph.model_copy(update={"operations": graph.operations | views}), fc_0=((100,), (False,)),
                        flat=((100,), (True,)), twice=((100,), (True,)), weight=((7,), (True,)), gelu_0=((30, 5), (True, False)))
-    assert saved_bytes(graph) == {"fc_0": 100, "gelu_0": 30}
-    again = with_sizes(graph, proj_grad_0=((9,), (True,)))  # forward computes what is listed in backward
-    assert saved_bytes(again) == {"fc_0": 100, "gelu_0": 30, "proj_grad_0": 9}
+    assert saved_bytes(graph) == {"gelu_0": 30, "head": 8}, "of what is saved, what backward reads"
+    graph = read_back(graph, "twice", "flat")
+    assert saved_bytes(graph) == {"fc_0": 100, "gelu_0": 30, "head": 8}
+    again = read_back(with_sizes(graph, proj_grad_0=((9,), (True,))), "twice", "gelu_0", "proj_grad_0")
+    assert saved_bytes(again) == {"fc_0": 100, "gelu_0": 30, "proj_grad_0": 9}, "forward computes what is listed in backward"
     assert block_summary(again, module_classes(again)[1]).saved_bytes == 139
-    times = MicrobatchPlan(count=2, share=1.0, before=("gelu_0",))
-    assert saved_bytes(graph.model_copy(update={"microbatches": times})) == {"fc_0": 50, "gelu_0": 30}
-    assert sum(each.saved_bytes for each in describe_step(graph).modules) == 130
+    times = MicrobatchPlan(count=2, share=1.0, before=("ln_0", "gelu_0"))
+    looped = with_sizes(graph, ln_0=((12,), (False,)))
+    looped.operations["embedding"] = graph.operations["embedding"].model_copy(update={"sources": ("wte.weight", "tokens")})
+    looped = looped.model_copy(update={"microbatches": times})
+    assert saved_bytes(looped) == {"fc_0": 50, "gelu_0": 35, "head": 4, "ln_0": 12}, "held for all microbatches"
+    assert sum(each.saved_bytes for each in describe_step(graph).modules) == 138
 
 
 def test_what_backward_reads_as_a_gathered_copy_is_saved_so():
-    graph = with_sizes(gpt_graph(1), ln_0=((4096,), (True,)), fc_0=((100,), (True,)))
+    graph = with_sizes(gpt_graph(1), ln_0=((4096,), (True,)), fc_0=((100,), (True,)), head=((8,), (True,)))
     whole = ("S(0)", "R")
     gather = HopPlan(collective="all_gather", axis="tp", bytes=16384, predicted_us=5.0)
     move = Redistribution(value="ln_0", shape=(8, 16, 64), dtype="float32", consumer="fc_0", source=("S(0)", "S(1)"),
@@ -50,7 +61,7 @@ def test_what_backward_reads_as_a_gathered_copy_is_saved_so():
                      backward=True)
     graph = graph.model_copy(update={"operations": graph.operations | {"back": back},
                                      "redistributions": (*graph.redistributions, move)})
-    assert saved_bytes(graph) == {"fc_0": 100 + 8 * 16 * 64 * 4 // 2}  # no copy of ln_0 as it was made
+    assert saved_bytes(graph) == {"fc_0": 100 + 8 * 16 * 64 * 4 // 2, "head": 8}  # no copy of ln_0 as it was made
     found = block_summary(graph, module_classes(graph)[1])
     saved = {step.title: step.saved_bytes for step in found.steps.values() if step.saved_bytes}
     assert saved == {"all_gather": 16384, "fc 256 x 64": 100} and found.saved_bytes == 16484
