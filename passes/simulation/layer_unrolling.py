@@ -2,7 +2,8 @@
 
 A listed call that runs r times is spread over r layers. Forward goes through the layers upward, backward downward;
 calls listed among a repeated block's operations that belong to no block run once, beside the listed layer.
-The layers of a block's class are numbered in the order in which its listed blocks appear.
+The layers of a block's class are numbered in the order in which its listed blocks appear, those after the block that stands for
+most layers from the end: they are the last layers.
 """
 from __future__ import annotations
 
@@ -41,8 +42,28 @@ def layer_label(each: CallInstance) -> str:
 def unroll_layers(graph: StepGraph) -> dict[Phase, list[CallInstance]]:
     """The call instances of forward and of backward."""
     groups = _groups(graph)
+    spans = _spans(graph.calls, groups)
     phases: tuple[Phase, Phase] = (FORWARD, BACKWARD)
-    return {phase: _numbered(_ordered([call for call in graph.calls if call.phase == phase], groups)) for phase in phases}
+    return {phase: _numbered(_ordered([call for call in graph.calls if call.phase == phase], groups, spans)) for phase in phases}
+
+
+def _spans(calls: Sequence[StepCall], groups: Mapping[str, Group]) -> dict[str, range]:
+    """The layers in which each call of a repeated block runs; of a class of blocks, all layers."""
+    inside: dict[str, list[StepCall]] = defaultdict(list)
+    for call in calls:
+        inside[groups[call.name][0]].append(call)
+    found: dict[str, range] = {}
+    for kind, own in inside.items():
+        index = {call.name: groups[call.name][1] for call in own}
+        last, most = max(index.values()), max(call.runs for call in own)
+        depth, main = max(most, last + 1), min(index[call.name] for call in own if call.runs == most)
+        found[kind] = range(depth)
+        for call in own:
+            at_end = index[call.name] > main and 2 * call.runs <= depth
+            first = depth - 1 - last + index[call.name] if at_end else index[call.name]
+            start = max(0, min(first, depth - call.runs))
+            found[call.name] = range(start, start + call.runs)
+    return found
 
 
 def _groups(graph: StepGraph) -> dict[str, Group]:
@@ -57,7 +78,7 @@ def _groups(graph: StepGraph) -> dict[str, Group]:
     return {call.name: found.get(call.block, OUTSIDE) for call in graph.calls}
 
 
-def _ordered(calls: Sequence[StepCall], groups: Mapping[str, Group]) -> list[tuple[StepCall, Group]]:
+def _ordered(calls: Sequence[StepCall], groups: Mapping[str, Group], spans: Mapping[str, range]) -> list[tuple[StepCall, Group]]:
     """The runs of one phase. A class of blocks with a call that runs more than once is a loop."""
     loops = {groups[call.name][0] for call in calls if call.runs > 1}
     ordered: list[tuple[StepCall, Group]] = []
@@ -72,24 +93,22 @@ def _ordered(calls: Sequence[StepCall], groups: Mapping[str, Group]) -> list[tup
         elif kind not in done:
             done.add(kind)
             last = max(k for k, each in enumerate(calls) if groups[each.name][0] == kind)
-            loop = _loop(calls[index : last + 1], groups, kind, loops)
+            loop = _loop(calls[index : last + 1], groups, spans, kind, loops)
             done.update(each.name for each, group in loop if group[0] != kind)
             ordered += loop
     return ordered
 
 
-def _loop(calls: Sequence[StepCall], groups: Mapping[str, Group], kind: str, loops: set[str]) -> list[tuple[StepCall, Group]]:
+def _loop(calls: Sequence[StepCall], groups: Mapping[str, Group], spans: Mapping[str, range], kind: str, loops: set[str],
+          ) -> list[tuple[StepCall, Group]]:
     """All layers of a class, with the calls between those of the listed layer that run once."""
-    inside = [call for call in calls if groups[call.name][0] == kind]
-    first = {call.name: groups[call.name][1] for call in inside}
-    depth = max(max(call.runs for call in inside), max(first.values()) + 1)
-    start = {call.name: max(0, min(first[call.name], depth - call.runs)) for call in inside}
-    listed = min(first.values())
+    inside = {call.name for call in calls if groups[call.name][0] == kind}
+    listed = min(groups[name][1] for name in inside)
     found = []
-    for layer in _in_order(range(depth), calls[0].phase):
+    for layer in _in_order(spans[kind], calls[0].phase):
         for call in calls:
-            if call.name in first:
-                if start[call.name] <= layer < start[call.name] + call.runs:
+            if call.name in inside:
+                if layer in spans[call.name]:
                     found.append((call, (kind, layer)))
             elif layer == listed and groups[call.name][0] not in loops:
                 found.append((call, groups[call.name]))

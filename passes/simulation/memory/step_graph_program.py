@@ -175,7 +175,8 @@ class _StepProgramBuilder:
         root = self.storage_of.get(source, source)
         if root not in self.graph.by_name and root not in self.graph.tangents:
             return root, each.layer  # each layer has a parameter of its own
-        if (root, each.layer) in self.made:
+        after_layers = each.runs == 1 and each.group == OUTSIDE and root in self.latest and self.latest[root][1] > 0
+        if (root, each.layer) in self.made and not after_layers:
             return root, each.layer
         before = self.carried.get(root)
         if before is not None and each.layer and (before, each.layer - 1) in self.made:
