@@ -11,7 +11,7 @@ from hpml_compiler.plans.schema import ROOT, CollectiveTotal, GraphPlan, Paramet
 from hpml_compiler.visualize.description.describe_plan import describe
 from hpml_compiler.visualize.description.placement_words import value_words, words_text
 from hpml_compiler.visualize.description.records import ModuleSummary, PlanDescription
-from hpml_compiler.visualize.formatting import format_bytes, format_mesh, format_placements, format_us
+from hpml_compiler.visualize.formatting import format_bytes, format_joules, format_mesh, format_placements, format_us
 from passes.graph.placement_graph import block_class
 
 N = TypeVar("N", int, float)
@@ -65,7 +65,7 @@ class PlanDiff:
     settings: tuple[Change, ...] = ()
     parameters: tuple[Change, ...] = ()
     operations: tuple[Change, ...] = ()
-    costs: dict[str, tuple[float, float]] = field(default_factory=dict)
+    costs: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
     collectives: dict[str, tuple[CollectiveTotal, CollectiveTotal]] = field(default_factory=dict)
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
     peak: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -99,7 +99,7 @@ def diff(before: PlanContent, after: PlanContent) -> PlanDiff:
         settings=tuple(_settings(before, after)),
         parameters=tuple(parameters),
         operations=tuple(operations),
-        costs={name: pair for name, pair in costs.items() if pair[0] != pair[1]},
+        costs={name: pair for name, pair in costs.items() if pair[0] != pair[1] and name != "energy_label"},
         collectives={kind: pair for kind, pair in totals.items() if pair[0] != pair[1]},
     )
 
@@ -213,9 +213,10 @@ def _lines(found: PlanDiff) -> Iterator[str]:
     if found.costs:
         yield "predicted"
     for name, (old, new) in found.costs.items():
-        show = format_us if name.endswith("_us") else format_bytes
-        ratio = f" ({new / old - 1:+.1%})" if old else ""
-        yield f"  {name.removesuffix('_us')}: {show(old)} -> {show(new)}{ratio}"
+        show = format_us if name.endswith("_us") else format_joules if name.endswith("_j") else format_bytes
+        ratio = f" ({new / old - 1:+.1%})" if old and new is not None else ""
+        texts = ["unknown" if each is None else show(each) for each in (old, new)]
+        yield f"  {name.removesuffix('_us').removesuffix('_j')}: {texts[0]} -> {texts[1]}{ratio}"
     if found.collectives:
         yield "collectives"
     for kind, pair in found.collectives.items():

@@ -44,7 +44,8 @@ def unroll_layers(graph: StepGraph) -> dict[Phase, list[CallInstance]]:
     groups = _groups(graph)
     spans = _spans(graph.calls, groups)
     phases: tuple[Phase, Phase] = (FORWARD, BACKWARD)
-    return {phase: _numbered(_ordered([call for call in graph.calls if call.phase == phase], groups, spans)) for phase in phases}
+    calls = {phase: [call for call in graph.calls if call.phase == phase] for phase in phases}
+    return {phase: _numbered(_ordered(own, groups, spans)) for phase, own in calls.items()}
 
 
 def _spans(calls: Sequence[StepCall], groups: Mapping[str, Group]) -> dict[str, range]:
@@ -78,7 +79,8 @@ def _groups(graph: StepGraph) -> dict[str, Group]:
     return {call.name: found.get(call.block, OUTSIDE) for call in graph.calls}
 
 
-def _ordered(calls: Sequence[StepCall], groups: Mapping[str, Group], spans: Mapping[str, range]) -> list[tuple[StepCall, Group]]:
+def _ordered(calls: Sequence[StepCall], groups: Mapping[str, Group], spans: Mapping[str, range],
+             ) -> list[tuple[StepCall, Group]]:
     """The runs of one phase. A class of blocks with a call that runs more than once is a loop."""
     loops = {groups[call.name][0] for call in calls if call.runs > 1}
     ordered: list[tuple[StepCall, Group]] = []

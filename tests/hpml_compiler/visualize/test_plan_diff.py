@@ -26,6 +26,10 @@ def test_costs_and_collectives():
     text = str(found)
     assert "step_time: 118 us -> 214 us (+81.4%)" in text and "all_reduce: 4 (4.00 KiB) -> 8 (8.00 KiB)" in text
     assert "h.2.ln.weight and 1 more: absent -> whole (R)" in text
+    graph = gpt_graph(2)
+    estimated = graph.predicted.model_copy(update={"energy_j": 2.0, "energy_label": "estimated"})
+    plan = gpt_plan(2).model_copy(update={"graphs": (graph.model_copy(update={"predicted": estimated}),)})
+    assert "  energy: unknown -> 2.00 J" in str(gpt_plan(2).diff(plan)).splitlines()
 
 
 def test_settings():
