@@ -20,10 +20,9 @@ MODES = {
     "pp": {2: {"mesh": {"pp": 2}, "microbatches": 2}, 4: {"mesh": {"tp": 2, "pp": 2}}},
 }
 MORE = {
-    "dp": {2: {"mesh": {"dp": 2}}, 1: None, 4: {"mesh": {"dp": 4}}},
-    "zero3": {2: {"mesh": {"dp": 2}, "memory_budget": "450KB"}, 1: None, 4: {"mesh": {"dp": 4}, "memory_budget": "450KB"}},
-    "budget": {2: {"mesh": {"tp": 2}, "memory_budget": "450KB"}, 1: {"memory_budget": "700KB"},
-               4: {"mesh": {"tp": 4}, "memory_budget": "450KB"}},
+    "dp": {2: {"mesh": {"dp": 2}}, 1: None},
+    "zero3": {2: {"mesh": {"dp": 2}, "memory_budget": "450KB"}, 4: {"mesh": {"dp": 4}, "memory_budget": "450KB"}},
+    "budget": {2: {"mesh": {"tp": 2}, "memory_budget": "450KB"}, 1: {"memory_budget": "700KB"}},
 }
 
 

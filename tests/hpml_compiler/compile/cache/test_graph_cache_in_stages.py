@@ -45,8 +45,7 @@ class Small(nn.Module):
 
 CASES: dict[str, tuple[dict[str, Any], type[nn.Module], tuple, float]] = {
     "1f1b": ({}, Deep, (), 2.0),
-    "weights later": ({"schedule": "zero_bubble"}, Deep, (), 2.0),
-    "numbers of small range": ({}, Deep, (True, True), 2.0**12),
+    "weights later, numbers of small range": ({"schedule": "zero_bubble"}, Deep, (True, True), 2.0**12),
     "another end": ({}, TwoEnds, (), 2.0),
     "a break before the loss": ({}, Small, (), 2.0),
     "one microbatch": ({"microbatches": 1}, Deep, (), 2.0),

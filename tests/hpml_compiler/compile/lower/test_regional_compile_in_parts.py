@@ -81,19 +81,12 @@ def check_reports(reports: dict, halves: tuple[str, ...]) -> None:
         assert report.different < report.segments and 2 * report.compiled <= report.calls
 
 
-@pytest.mark.parametrize(("compiler", "microbatches", "drop", "outside"), [
-    ("inductor", 4, 0.3, False), ("eager", 2, 0.0, True), ("eager", 4, 0.3, False),
-])
-def test_microbatches_give_what_whole_graphs_give(compiler, microbatches, drop, outside):
+@pytest.mark.parametrize(("microbatches", "drop", "outside"), [(2, 0.0, True), (4, 0.3, False)])
+def test_microbatches_give_what_one_device_gives(microbatches, drop, outside):
     model = model_of(6 if drop else 8, drop, outside)  # without dropout, six layers stay whole
-    found, reports = with_blocks(model, "on", compiler=compiler, microbatches=microbatches)
+    found, reports = with_blocks(model, "on", compiler="eager", microbatches=microbatches)
     check_reports(reports, ("forward", "backward"))
-    if not drop or compiler == "eager":
-        check(found, trained(copied := copy.deepcopy(model), copied))
-    else:  # inductor draws numbers of its own
-        whole, none = with_blocks(model, "off", compiler=compiler, microbatches=microbatches)
-        assert none == {}
-        check(found, whole, rtol=1e-12, atol=1e-12)
+    check(found, trained(copied := copy.deepcopy(model), copied))
 
 
 def test_gradients_at_all_outputs_take_a_step_that_is_compiled_later():
@@ -141,14 +134,17 @@ def test_only_what_blocks_make_for_each_other_is_written_over(monkeypatch):
         assert donated and {node.op for node in donated} == {"call_function"}
 
 
-def test_no_more_is_held_than_with_whole_graphs():
-    def peak(blocks: str) -> int:
+def test_inductor_gives_what_it_gives_for_whole_graphs_and_no_more_is_held():
+    """It draws numbers of its own."""
+    def run(blocks: str) -> tuple[list[torch.Tensor], int]:
         options = {"microbatches": 4, "compile_blocks": blocks}
-        found = test_budget.trained(options, kind=lambda drop: test_budget.Deep(drop, 6))[1]
+        found = test_budget.trained(options, 0.3, lambda drop: test_budget.Deep(drop, 6))
         assert bool(hpml_compiler.last_plan().graphs[0].blocks) == (blocks == "on")
         return found
 
-    assert peak("on") <= 1.02 * peak("off")
+    (found, peak), (whole, most) = run("on"), run("off")
+    check(found, whole, rtol=1e-4, atol=1e-5)
+    assert peak <= 1.02 * most
 
 
 def on_ranks(_rank: int, layers: int, drop: float, cases: list[tuple[dict, tuple[str, ...]]]) -> list[dict]:

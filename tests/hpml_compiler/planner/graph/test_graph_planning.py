@@ -17,7 +17,7 @@ from passes.hardware.cluster import Cluster
 
 def wide_batch() -> tuple[nn.Module, tuple[torch.Tensor]]:
     """Little to hold, but a product whose operands are large while it runs."""
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), (torch.zeros(4096, 8),)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), (torch.zeros(512, 8),)
 
 
 def test_a_call_that_takes_more_than_the_memory_leaves_is_planned_otherwise_or_refused():

@@ -194,9 +194,9 @@ def plain(nest):
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: full(t).detach().clone(), nest)
 
 
-def run_uses(rank, options):
+def run_uses(rank, options, uses):
     stayed = set()
-    for use in USES:
+    for use in uses:
         results = []
         for split in (False, True):
             model = Net()
@@ -213,9 +213,9 @@ def run_uses(rank, options):
     assert stayed & {LazyOutput, RecordedOutput}
 
 
-@pytest.mark.parametrize("axis", ["dp", "tp"])
-def test_every_use_is_as_on_one_device(launch, axis):
-    launch(run_uses, world_size=2, args=({"compiler": "eager", "mesh": {axis: 2}},), timeout_s=300)
+@pytest.mark.parametrize(("axis", "uses"), [("dp", USES[::2]), ("tp", USES[1::2])], ids=["dp", "tp"])
+def test_every_use_is_as_on_one_device(launch, axis, uses):
+    launch(run_uses, world_size=2, args=({"compiler": "eager", "mesh": {axis: 2}}, uses), timeout_s=300)
 
 
 def run_unread(rank):
