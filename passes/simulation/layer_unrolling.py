@@ -44,8 +44,8 @@ def unroll_layers(graph: StepGraph) -> dict[Phase, list[CallInstance]]:
     groups = _groups(graph)
     spans = _spans(graph.calls, groups)
     phases: tuple[Phase, Phase] = (FORWARD, BACKWARD)
-    calls = {phase: [call for call in graph.calls if call.phase == phase] for phase in phases}
-    return {phase: _numbered(_ordered(own, groups, spans)) for phase, own in calls.items()}
+    return {phase: _numbered(_ordered([call for call in graph.calls if call.phase == phase], groups, spans))
+            for phase in phases}
 
 
 def _spans(calls: Sequence[StepCall], groups: Mapping[str, Group]) -> dict[str, range]:
