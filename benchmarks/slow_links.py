@@ -18,7 +18,7 @@ from hpml_compiler.demo.train import GPT, TEXT
 from hpml_compiler.instruments.sent_bytes import SentBytes
 from hpml_compiler.session import session
 
-CASES = ("", "bf16", "fp16")
+CASES = ("", "bf16", "fp16", "powersgd:4")
 
 
 def train(compress: str, steps: int, width: int, layers: int, length: int = 64, batch: int = 8,

@@ -31,7 +31,7 @@ from hpml_compiler.plans.schema import Objective
 from hpml_compiler.plans.validation_errors import describe_errors
 from hpml_compiler.units import divisors, in_mesh_order
 from passes.errors import BadInput
-from passes.hardware.gradient_compression import EVERY
+from passes.hardware.gradient_compression import EVERY, rank_of
 from passes.hardware.mesh import BETWEEN
 from passes.pipeline.schedule_orders import ScheduleName
 
@@ -127,7 +127,7 @@ class Options(BaseModel):
     )
     compress: Compression = Field(
         default_factory=dict, description='gradients are sent in fewer bytes, which changes the numbers of a training: "bf16", '
-        'or "fp16" along mesh axes that cross nodes, or by axis, such as {"dp": "bf16"}')
+        '"fp16" or "powersgd:RANK" along mesh axes that cross nodes, or by axis, such as {"dp": "bf16"}')
     offload: Offload = Field(
         "off", description='offload to host memory or, on a CPU, to a file: "saved" activations, under a memory_budget; '
         'the state of the "optimizer"; or "all" of both'
@@ -175,9 +175,11 @@ class Options(BaseModel):
     @field_validator("compress")
     @classmethod
     def _along_axes(cls, compress: dict[str, str], others: ValidationInfo) -> dict[str, str]:
-        axes = {*(others.data.get("mesh") or compress), EVERY, BETWEEN} - {"pp"}
-        if unknown := sorted(set(compress) - axes):
+        if unknown := sorted(set(compress) - {*(others.data.get("mesh") or compress), EVERY, BETWEEN} | {"pp"} & set(compress)):
             raise ValueError(f"no gradients are reduced along {unknown[0]!r}: name another axis of the mesh")
+        may_hold = (1, 2) if others.data.get("memory_budget") is None else (1, 2, "auto")
+        if others.data.get("zero") in may_hold and any(map(rank_of, compress.values())):
+            raise ValueError("PowerSGD needs parameters that are not gathered once a step: pin zero to 0 or 3")
         return compress
 
     @classmethod

@@ -53,6 +53,7 @@ from passes.transforms.cleanup.pre_partition import InductorJoint, TagPhases
 from passes.transforms.cleanup.unalias_cat import UnaliasCat
 from passes.transforms.cleanup.unalias_gradients import UnaliasGradients
 from passes.transforms.comm.gradient_buckets import BucketGradients
+from passes.transforms.comm.low_rank_gradients import LowRankGradients
 from passes.transforms.comm.narrow_gradients import NarrowGradients
 from passes.transforms.comm.prefetch_all_gather import PrefetchAllGather
 from passes.transforms.comm.repeat_gathers import RepeatGathers
@@ -150,7 +151,7 @@ def whole_batch(forward_outputs: int, kept_gradients: Sequence[int], decision: D
     `passes.transforms.microbatch.loop_split`. decision, groups: if a stage has several ranks; no decision if it has one.
     asks: see `Shard`."""
     shards: tuple[Pass, ...] = () if decision is None or groups is None else (
-        AdoptPlacements(decision), Shard(groups, asks), Deduplicate())
+        AdoptPlacements(decision), Shard(groups, asks), LowRankGradients(), Deduplicate())
     manager = PassManager((*shards, MarkSingleMicrobatch(), UnaliasGradients(tuple(kept_gradients), forward_outputs)))
     manager.check(available=(GRAPH_SIGNATURE, OPERATIONS))
     return manager
@@ -161,8 +162,8 @@ def to_microbatches(decision: Decision, groups: MeshGroups, forward_outputs: int
     """From a graph ready for planning, and a decision with time as its last axis, to one that can be split at its markers
     (`passes.transforms.microbatch.loop_split`). asks: see `Shard`. gathered: parameters that each microbatch gathers."""
     repeat = (RepeatGathers(frozenset(gathered)),) if gathered else ()
-    manager = PassManager((AdoptPlacements(decision), Shard(groups, asks), *repeat, MoveLoopInvariants(), Deduplicate(),
-                           UnaliasGradients(tuple(kept_gradients), forward_outputs)))
+    manager = PassManager((AdoptPlacements(decision), Shard(groups, asks), LowRankGradients(), *repeat, MoveLoopInvariants(),
+                           Deduplicate(), UnaliasGradients(tuple(kept_gradients), forward_outputs)))
     manager.check(available=(GRAPH_SIGNATURE, OPERATIONS))
     return manager
 
@@ -205,7 +206,8 @@ def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forwar
     `batch_slices_of`. chunks: of the loss.
     """
     passes: list[Pass] = [
-        AdoptPlacements(decision), Shard(groups, at_run_time=compiler == "inductor"), Deduplicate(),
+        AdoptPlacements(decision), Shard(groups, at_run_time=compiler == "inductor"), LowRankGradients(),
+        Deduplicate(),
         *_in_chunks(forward_outputs or 0, chunks), HoistBatchSlice(tuple(outside)),
         BucketGradients(soon=compact, by_block=by_block), PrefetchAllGather(ahead=ahead), NarrowGradients(),
         UnaliasGradients(tuple(kept_gradients), forward_outputs or 0, compact)]

@@ -1,6 +1,7 @@
 """State of a training run: model, optimizers, schedulers, the position in the data, random states, and what the script adds.
 
-Tensors are named `model/<name>`, `optimizer/<parameter>.<key>`, `extra/<name>...`; all else is JSON.
+Tensors are named `model/<name>`, `optimizer/<parameter>.<key>`, `compression/<parameter>...`, `extra/<name>...`; all
+else is JSON.
 """
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from hpml_compiler.checkpoints.json_state import StateEncoder, decode
 from hpml_compiler.checkpoints.random_states import random_states, restore_random_states, states_of_rank
 from hpml_compiler.checkpoints.read_checkpoint import CheckpointReader
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
+from hpml_compiler.runtime.optimizer.compression_state import compression_tensors, restore_compression
 from hpml_compiler.runtime.placements.shard_and_gather import without_partial
 from hpml_compiler.runtime.process.world_group import this_rank, world_size
 from passes import compat
@@ -50,6 +52,7 @@ class RunState:
                 encoder.tensors[f"model/{name}"] = value
             else:
                 state["model"][name] = encoder.encode(value, f"extra/model.{name}")
+        encoder.tensors.update((f"compression/{name}", each) for name, each in compression_tensors(self.model).items())
         state["optimizers"] = [self._optimizer_state(k, encoder) for k in range(len(self.optimizers))]
         state["schedulers"] = [encoder.encode(each.state_dict(), f"extra/scheduler{k or ''}")
                                for k, each in enumerate(self.schedulers)]
@@ -94,6 +97,7 @@ class RunState:
             given = self.model.state_dict()
             cleaned = dict(zip(_own_names(given), given, strict=True))
             self.model.load_state_dict({cleaned[name]: value for name, value in {**tensors, **others}.items()})
+        self._restore_compression(reader)
         for k, optimizer in enumerate(self.optimizers):
             self._restore_optimizer(optimizer, state["optimizers"][k], reader)
         values = _values(reader, [*state["schedulers"], state["extra"]])
@@ -105,6 +109,13 @@ class RunState:
         if self.loader is not None:
             self.loader.load_state_dict(decode(ranks[min(this_rank(), len(ranks) - 1)]["loader"], {}))
         restore_random_states(states_of_rank(saved_random, this_rank(), world_size()))
+
+    def _restore_compression(self, reader: CheckpointReader) -> None:
+        parameters = dict(self.model.named_parameters())
+        targets = {name: _target(reader, f"compression/{name}", parameters.get(name.rpartition(".")[0]))
+                   for name in reader.names("compression")}
+        reader.load({f"compression/{name}": each for name, each in targets.items()})
+        restore_compression(self.model, targets)
 
     def _check_memory(self) -> None:
         for name, tensor in self.model.state_dict(keep_vars=True).items():

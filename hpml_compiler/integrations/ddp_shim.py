@@ -52,8 +52,8 @@ class SplitDDP(DistributedDataParallel):
         ddp.__class__ = cls
         assert isinstance(ddp, cls)
         ddp._become(**held, options={})
-        for hook, _ in vars(ddp).pop("_comm_hooks", ()):
-            ddp.register_comm_hook(None, hook)
+        for hook, state in vars(ddp).pop("_comm_hooks", ()):
+            ddp.register_comm_hook(state, hook)
 
     def _become(self, device_ids: Any, output_device: Any, dim: int, options: dict[str, Any]) -> None:
         if dim != 0:
@@ -137,7 +137,7 @@ class SplitDDP(DistributedDataParallel):
                        "leave it out and use hpml_compiler.distribute(loader): it goes on while any rank has rows")
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        self._compress = compression_of(hook, self.module)
+        self._compress = compression_of(hook, state, self.module)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.register_comm_hook(None, comm_hook_type)

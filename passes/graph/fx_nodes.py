@@ -14,7 +14,8 @@ BACKWARD_ON_PURPOSE = "must_be_in_backward"
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 COMPRESSION = "hpml_compression"
 """Key in the meta of the start of a gradient's reduction: (compression, number of ranks), where it is to be compressed
-(`passes.hardware.gradient_compression`)."""
+(`passes.hardware.gradient_compression`). GRADIENT_OF: the graph's input that the gradient is of."""
+GRADIENT_OF = "hpml_gradient_of"
 BY_COORDINATE = "hpml_by_coordinate"
 """Key in the meta of a call with the start of a rank's shard among its constants: the
 `passes.graph.shard_offset.ShardOffset` of that constant. Two calls that are equal on some ranks only differ in it."""

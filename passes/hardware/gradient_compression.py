@@ -1,11 +1,16 @@
-"""Compression of gradients on their way along a mesh axis: fewer bytes, at the cost of rounded sums.
+"""Compression of gradients on their way along a mesh axis: fewer bytes, at the cost of rounded or approximated sums.
 
-"bf16" and "fp16": each rank rounds its addends; they are summed in the dtype of the gradient, and the sum is rounded again. A
-reduction to shards (ZeRO) rounds the addends alone.
+    "bf16", "fp16"    each rank's addends are rounded, summed in the gradient's own dtype, and the sum is rounded again
+    "powersgd:RANK"   a matrix is summed as a product of two thin ones (Vogels et al., arXiv 1905.13727)
+
+A reduction to shards (ZeRO) rounds the addends alone. PowerSGD needs whole sums: reductions to shards, vectors, and matrices
+that it does not at least halve are not compressed.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from passes.errors import BadInput
@@ -16,22 +21,47 @@ NARROW = {"bf16": "bfloat16", "fp16": "float16"}
 """Short names of the dtypes that gradients are rounded to."""
 EVERY = "*"
 """In place of an axis: all axes. BETWEEN: those whose groups cross nodes."""
+LEAST_GAIN = 2
+"""PowerSGD leaves matrices alone that have less than so many times the elements of their two factors."""
 
 
 def check_compression(text: object) -> str:
     """The text of a compression. Raises ValueError."""
-    if isinstance(text, str) and text in NARROW:
+    if isinstance(text, str) and (text in NARROW or re.fullmatch(r"powersgd:[1-9]\d{0,3}", text)):
         return text
-    raise ValueError(f'{text!r} is no compression of gradients: write "bf16" or "fp16"')
+    raise ValueError(f'{text!r} is no compression of gradients: write "bf16", "fp16" or "powersgd:RANK", such as "powersgd:4"')
+
+
+def rank_of(compression: str) -> int:
+    """Rank of PowerSGD; 0 for anything else."""
+    return int(compression.partition(":")[2] or 0)
 
 
 def describe_compression(compression: str) -> str:
-    return f"gradients in {compression}"
+    rank = rank_of(compression)
+    return f"gradients by PowerSGD of rank {rank}" if rank else f"gradients in {compression}"
 
 
-def sent_share(compression: str, dtype: str) -> float:
-    """Fraction of the bytes of gradients of this dtype that a reduction sends; 1 where it is not compressed."""
-    return 2.0 / {"float32": 4, "float64": 8}.get(dtype, 2) if compression else 1.0
+def compresses(compression: str, kind: str, shape: Sequence[int], dtype: str) -> bool:
+    """True if a reduction, by the collective `kind`, of a gradient of this local shape and dtype is compressed."""
+    if dtype not in ("float32", "float64"):
+        return False
+    if compression in NARROW:
+        return True
+    if kind != "all_reduce" or len(shape) < 2:
+        return False
+    rows, columns = shape[0], math.prod(shape[1:])
+    return min(rank_of(compression), rows, columns) * (rows + columns) * LEAST_GAIN <= rows * columns
+
+
+def sent_share(compression: str, kind: str, shape: Sequence[int], dtype: str) -> float:
+    """Fraction of the bytes of such a gradient that are sent."""
+    if not compression or not compresses(compression, kind, shape, dtype):
+        return 1.0
+    if compression in NARROW:
+        return 2.0 / {"float32": 4, "float64": 8}[dtype]
+    rows, columns = shape[0], math.prod(shape[1:])
+    return min(rank_of(compression), rows, columns) * (rows + columns) / (rows * columns)
 
 
 def compressed_axes(mesh: Mesh, wanted: Mapping[str, str], devices_per_node: int) -> Axes:

@@ -96,6 +96,9 @@ def test_optimizer_states_are_those_torch_keeps():
     ({"solver_options": {"callback": print}}, "JSON"),
     ({"compress": "int8"}, "'int8' is no compression of gradients"),
     ({"compress": {"dp": 16}}, "16 is no compression"),
+    ({"compress": "powersgd:0"}, "'powersgd:0' is no compression"),
+    ({"compress": "powersgd:4", "zero": 2}, "pin zero to 0 or 3"),
+    ({"compress": "powersgd:4", "memory_budget": "1GiB"}, "pin zero to 0 or 3"),
     ({"mesh": {"dp": 2, "pp": 2}, "compress": {"pp": "bf16"}}, "no gradients are reduced along 'pp'"),
     ({"mesh": {"dp": 2}, "compress": {"tp": "bf16"}}, "no gradients are reduced along 'tp'"),
 ])

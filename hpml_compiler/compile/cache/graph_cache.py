@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+import passes.transforms.comm.low_rank_ops  # noqa: F401 (operators of cached graphs)
 from hpml_compiler.compile.cache.graph_cache_key import CacheInputs, Uncacheable, graph_key
 from hpml_compiler.compile.cache.lazy_plan import PlanSource
 from hpml_compiler.compile.cache.stub_graph import StubResult, returns_new_tensors, stub_of

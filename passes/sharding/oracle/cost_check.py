@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from passes.cost_model.cost_terms import SLICE, Prices, copy
 from passes.cost_model.measured.measurement_key import measurement_key_of
 from passes.graph.decision import Decision, Route, RouteSegment
-from passes.graph.layouts import Layout, local_bytes
+from passes.graph.layouts import Layout, local_bytes, local_shape
 from passes.graph.placement_graph import PlacementGraph
 from passes.hardware.gradient_compression import sent_share
 from passes.op_rules.base import Placement
@@ -113,7 +113,7 @@ class _CostRecomputation:
             return SLICE
         moved = self.local(v, after if kind == "all_gather" else layout)
         if kind in ("all_reduce", "reduce_scatter") and gradient:
-            share = sent_share(self.axes[axis].compression, value.spec.dtype)
+            share = sent_share(self.axes[axis].compression, kind, local_shape(value, layout, self.axes), value.spec.dtype)
             moved, together = moved * share, self.bucket_bytes * share
             if moved < together:
                 return (prices.collective(kind, axis, together) + 2 * copy(together, prices)) * moved / together

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from passes.cost_model.cost_terms import REDUCING, Kernel, Message, Slice, Update
 from passes.cost_model.measured.measurement_key import measurement_key_of
 from passes.graph.decision import OperationLayouts
-from passes.graph.layouts import Layout, local_bytes
+from passes.graph.layouts import Layout, local_bytes, local_shape
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.hardware.axis import Axes
 from passes.hardware.gradient_compression import sent_share
@@ -38,8 +38,8 @@ class Sizes(Protocol[Size]):
         """Elements before a factor of a dim."""
         ...
 
-    def sent_share(self, value: Value, axis: int) -> float:
-        """Fraction of the bytes of a gradient that its reduction along an axis sends."""
+    def sent_share(self, value: Value, layout: Layout, axis: int, kind: str) -> float:
+        """Fraction of the bytes of a gradient in this layout that its reduction along an axis sends."""
         ...
 
 
@@ -67,8 +67,8 @@ class LocalSizes:
             outer *= value.factors[dim][k]
         return outer
 
-    def sent_share(self, value: Value, axis: int) -> float:
-        return sent_share(self.axes[axis].compression, value.spec.dtype)
+    def sent_share(self, value: Value, layout: Layout, axis: int, kind: str) -> float:
+        return sent_share(self.axes[axis].compression, kind, local_shape(value, layout, self.axes), value.spec.dtype)
 
 
 def operation_share(row: OperationLayouts, axes: Axes) -> float:
@@ -149,7 +149,7 @@ def hop_term(value: Value, layout: Layout, axis: int, target: Placement, sizes: 
     gathered = (*layout[:axis], REPLICATE, *layout[axis + 1 :]) if kind == "all_gather" else layout
     outer = (sizes.outer(value, p) for p in (source, target) if isinstance(p, tuple))
     together = bucket_bytes if kind in REDUCING else 0.0
-    share = sizes.sent_share(value, axis) if together else 1.0
+    share = sizes.sent_share(value, layout, axis, kind) if together else 1.0
     return Message(kind, axis, sizes.bytes([(value, gathered)]), tuple(each for each in outer if each != 1), together, share)
 
 

@@ -120,7 +120,7 @@ class _Quantities:
     def outer(self, value: Value, placement: tuple[int, int]) -> Quantity:
         return whole(self.polynomials.outer(value.index, placement))
 
-    def sent_share(self, value: Value, axis: int) -> float:
+    def sent_share(self, value: Value, layout: Layout, axis: int, kind: str) -> float:
         return 1.0  # formulas leave compression out
 
 

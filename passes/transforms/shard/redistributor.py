@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from passes.errors import HpmlError
-from passes.graph.fx_nodes import BY_COORDINATE, COMPRESSION
+from passes.graph.fx_nodes import BY_COORDINATE, COMPRESSION, GRADIENT_OF
 from passes.graph.layouts import Layout, local_shape
 from passes.graph.placement_graph import Value
 from passes.graph.shard_offset import ShardOffset
@@ -93,11 +93,12 @@ class Redistributor:
     `passes.transforms.shard.spmd_rewrite.Shard`."""
 
     def __init__(self, groups: MeshGroups, at_run_time: bool = False):
-        self.groups, self.at_run_time, self.compression = groups, at_run_time, ""
+        self.groups, self.at_run_time, self.compression = groups, at_run_time, ("", "")
 
-    def hop(self, insert: CallInserter, x: Node, value: Value, source: Layout, target: Layout, compression: str = "") -> Node:
-        """`x` is a local tensor of `value` in layout `source`; exactly one axis differs from `target`. compression: mark for
-        the reduction of a gradient."""
+    def hop(self, insert: CallInserter, x: Node, value: Value, source: Layout, target: Layout,
+            compression: tuple[str, str] = ("", "")) -> Node:
+        """`x` is a local tensor of `value` in layout `source`; exactly one axis differs from `target`. compression:
+        of the reduction of a gradient, and the graph's input that it is of."""
         self.compression = compression
         (axis,) = [a for a, (p, q) in enumerate(zip(source, target)) if p != q]
         p, q = source[axis], target[axis]
@@ -142,8 +143,10 @@ class Redistributor:
 
     def _reduced(self, insert: CallInserter, axis: int, target, *args) -> Node:
         wait = self._wait(insert, target, *args)
-        if sent_share(self.compression, str(args[0].meta["val"].dtype).removeprefix("torch.")) < 1.0:
-            wait.args[0].meta[COMPRESSION] = self.compression, self.groups.axes[axis].size
+        (compression, owner), value = self.compression, args[0].meta["val"]
+        kind, dtype = target.__name__.split(".")[0].removesuffix("_tensor"), str(value.dtype).removeprefix("torch.")
+        if sent_share(compression, kind, value.shape, dtype) < 1.0:
+            wait.args[0].meta.update({COMPRESSION: (compression, self.groups.axes[axis].size), GRADIENT_OF: owner})
         return wait
 
     def _packed(self, insert: CallInserter, x: Node) -> Node:

@@ -60,7 +60,7 @@ class Sharder:
         for (v, _), route in zip(graph.outputs, decision.outputs):
             self.returned.setdefault(v, []).append(route)
         trained = graph.gradients
-        self.gradients = {route for (_, p), route in zip(graph.outputs, decision.outputs) if p in trained}
+        self.gradients = {route: graph.values[p].name for (_, p), route in zip(graph.outputs, decision.outputs) if p in trained}
         self.ports: dict[tuple[str, int], int] = {}
         for value in graph.values:
             name = value.name if value.producer is None else graph.operations[value.producer].name
@@ -151,8 +151,8 @@ class Sharder:
                 tag = "is_forward" if hop.phase == FORWARD else "is_backward" if made_backward else BACKWARD_ON_PURPOSE
                 insert = CallAppender(self.new, reader, self.fakes, tag)
                 insert.marked = _marked(node, reader, layout, hop)
-                compression = "" if route not in self.gradients else next(
-                    axis.compression for axis, p, q in zip(self.decision.axes, layout, hop.layout) if p != q)
+                (axis,) = [a for a, p, q in zip(self.decision.axes, layout, hop.layout) if p != q]
+                compression = (axis.compression, self.gradients[route]) if route in self.gradients else ("", "")
                 self.moved[key] = self.redistributor.hop(insert, node, value, layout, hop.layout, compression)
             node, layout = self.moved[key], hop.layout
         return node

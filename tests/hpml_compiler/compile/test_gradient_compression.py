@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import hpml_compiler
 from hpml_compiler.instruments.sent_bytes import SentBytes
 from tests.helpers.frozen import fresh
 
@@ -37,15 +38,34 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
-Reduce = Callable[[list[torch.Tensor]], torch.Tensor]
+Reduce = Callable[[str, list[torch.Tensor]], torch.Tensor]
 
 
 def rounded(dtype: torch.dtype, to_shards: bool = False) -> Reduce:
     """The sum of the ranks' gradients, each rounded, and rounded again unless it is reduced to shards."""
-    def reduce(parts: list[torch.Tensor]) -> torch.Tensor:
+    def reduce(_: str, parts: list[torch.Tensor]) -> torch.Tensor:
         total = torch.stack([part.to(dtype).to(part.dtype) for part in parts]).sum(0)
         return total if to_shards else total.to(dtype).to(total.dtype)
     return reduce
+
+
+class PowerSgd:
+    """PowerSGD with error feedback for matrices; vectors are summed."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.state = rank, dict[str, tuple[torch.Tensor, list[torch.Tensor]]]()
+
+    def __call__(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        if parts[0].dim() < 2:
+            return torch.stack(parts).sum(0)
+        first = torch.randn(parts[0].shape[1], self.rank, generator=torch.Generator().manual_seed(0), dtype=parts[0].dtype)
+        basis, errors = self.state.get(name, (first, [torch.zeros_like(part) for part in parts]))
+        totals = [part + error for part, error in zip(parts, errors, strict=True)]
+        left = torch.linalg.qr(torch.stack([total @ basis for total in totals]).sum(0)).Q
+        right = torch.stack([total.T @ left for total in totals]).sum(0)
+        result = left @ right.T
+        self.state[name] = right, [total - result / len(parts) for total in totals]
+        return result
 
 
 def simulated(reduce: Reduce, ranks: int = RANKS) -> list[float]:
@@ -63,7 +83,7 @@ def simulated(reduce: Reduce, ranks: int = RANKS) -> list[float]:
                 assert p.grad is not None
                 parts[name].append(p.grad.clone())
         for name, p in model.named_parameters():
-            p.grad = reduce(parts[name])
+            p.grad = reduce(name, parts[name])
         optimizer.step()
     return [*losses, *(float(p.detach().norm()) for p in model.parameters())]
 
@@ -92,6 +112,9 @@ CASES: dict[str, tuple[dict[str, Any], Reduce, int]] = {
     "inductor": ({**BF16, "compiler": "inductor"}, rounded(torch.bfloat16), 4),
     "budget": ({**BF16, "memory_budget": "64MiB"}, rounded(torch.bfloat16), 4),
     "zero 3": ({**BF16, "zero": 3}, rounded(torch.bfloat16, to_shards=True), 4),
+    "powersgd": ({"compress": {"dp": "powersgd:2"}}, PowerSgd(2), 4),
+    "powersgd, inductor": ({"compress": {"dp": "powersgd:2"}, "compiler": "inductor"}, PowerSgd(2), 4),
+    "powersgd, stages": ({"compress": {"dp": "powersgd:2"}, "mesh": {"pp": 2, "dp": 2}, "microbatches": 2}, PowerSgd(2), 2),
     "stages": ({**BF16, "mesh": {"pp": 2, "dp": 2}, "microbatches": 2}, rounded(torch.bfloat16), 2),
 }
 
@@ -102,6 +125,35 @@ def on_ranks(rank: int) -> dict[str, tuple[float, int]]:
         got, sent = trained(options)
         found[name] = max(abs(a - b) for a, b in zip(got, simulated(reduce, parts), strict=True)), sent
     return found
+
+
+def resumed(rank: int, folder: str) -> tuple[list[float], list[float]]:
+    """Losses after step 2 of one run, and of another that resumes from its checkpoint of that step."""
+    runs = []
+    for stops in (False, True):
+        fresh()
+        model = Net().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        call = torch.compile(model, backend="hpml", options={**OPTIONS, "mesh": {"dp": 2}, "compress": {"dp": "powersgd:1"}})
+        checkpointer = hpml_compiler.Checkpointer(folder, model, optimizer, background=False)
+        first, losses = checkpointer.resume() if stops else 0, []
+        for step in range(first, 5):
+            optimizer.zero_grad()
+            loss = call(X)
+            loss.backward()
+            optimizer.step()
+            losses += [float(loss.detach())] if step >= 2 else []
+            if step == 1:
+                checkpointer.save(1)
+        checkpointer.close()
+        runs.append(losses)
+    return runs[0], runs[1]
+
+
+def test_a_checkpoint_has_what_was_not_sent_yet(launch, tmp_path):
+    for whole, again in launch(resumed, args=(str(tmp_path / "run"),)):
+        assert len(whole) == len(again) == 3
+        assert max(abs(a - b) for a, b in zip(whole, again, strict=True)) < 1e-12
 
 
 def test_the_sum_is_that_of_rounded_gradients(launch):

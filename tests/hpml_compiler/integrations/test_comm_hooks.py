@@ -70,10 +70,18 @@ def test_a_hook_does_what_its_option_does(launch):
 @pytest.mark.parametrize("hook", [powerSGD_hook.batched_powerSGD_hook, lambda state, bucket: None])
 def test_other_hooks_are_refused(hook):
     with pytest.raises(BadInput, match="does not run") as caught:
-        compression_of(hook, Net())
+        compression_of(hook, None, Net())
     assert "compress" in caught.value.next_step
 
 
 def test_what_is_done_anyway_is_no_compression():
-    assert compression_of(default_hooks.allreduce_hook, Net()) == {}
-    assert compression_of(BUILT_IN.FP16_COMPRESS, Net()) == {"*": "fp16"}
+    assert compression_of(default_hooks.allreduce_hook, None, Net()) == {}
+    assert compression_of(BUILT_IN.FP16_COMPRESS, None, Net()) == {"*": "fp16"}
+
+
+def test_power_sgd_has_the_rank_of_its_state():
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=3)
+    assert compression_of(powerSGD_hook.powerSGD_hook, state, Net()) == {"*": "powersgd:3"}
+    state.use_error_feedback = False
+    with pytest.raises(BadInput, match="powerSGD_hook does not run"):
+        compression_of(powerSGD_hook.powerSGD_hook, state, Net())
