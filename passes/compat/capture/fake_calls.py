@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from passes.compat.execution.dtensor_internals import plain_torch_functions
 
@@ -37,9 +38,10 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         if func._schema.is_mutable:
-            for given, described in zip(args, func._schema.arguments, strict=False):
-                if described.alias_info is not None and described.alias_info.is_write and isinstance(given, torch.Tensor):
-                    self.written.add(storage_key(given))
+            named = {described.name: given for described, given in zip(func._schema.arguments, args, strict=False)}
+            named |= kwargs or {}  # such as `out`
+            written = [named.get(x.name) for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+            self.written.update(storage_key(x) for x in tree_leaves(written) if isinstance(x, torch.Tensor))
         return func(*args, **kwargs or {})
 
 

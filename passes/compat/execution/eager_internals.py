@@ -110,7 +110,8 @@ def inside_backward() -> bool:
 
 def saving_is_hooked() -> bool:
     """True where hooks take what autograd saves, as in `torch.utils.checkpoint`, which counts it."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    return autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def after_backward(callback: Callable[[], None]) -> None:
