@@ -1,7 +1,6 @@
 """Options shared by the backend, `hpml_compiler.plan` and the command line, with their validation."""
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -28,7 +27,7 @@ from hpml_compiler.option_values import (
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plan_api.options_of_plan import made_with
 from hpml_compiler.plans.schema import Objective
-from hpml_compiler.plans.validation_errors import describe_errors
+from hpml_compiler.plans.validation_errors import describe_errors, did_you_mean
 from hpml_compiler.units import divisors, in_mesh_order
 from passes.errors import BadInput
 from passes.hardware.gradient_compression import EVERY, rank_of
@@ -133,6 +132,9 @@ class Options(BaseModel):
         'the state of the "optimizer"; or "all" of both'
     )
     offload_folder: Folder | None = Field(None, description="folder that a CPU offloads to; by default that of temporary files")
+    on_oom: Literal["raise", "replan"] = Field(
+        "raise", description='when a step runs out of memory: "raise" the error, or "replan": repeat it under a plan made with '
+        "the measured figures, with more recomputation, microbatches or offloading")
     monitor: bool = Field(True, description="compare measured step time and memory with the prediction")
     tensorboard: Folder | None = Field(None, description="folder to write that comparison to, as TensorBoard scalars")
 
@@ -194,7 +196,7 @@ class Options(BaseModel):
         given = {name: value for name, value in dict(options or {}).items() if (name, value) != ("microbatches", "auto")}
         for name in given:
             if name not in cls.model_fields:
-                raise BadInput(what=f"unknown option {name!r}{did_you_mean(str(name))}", where="options",
+                raise BadInput(what=f"unknown option {name!r}{did_you_mean(str(name), cls.model_fields)}", where="options",
                                next_step="the options are " + ", ".join(cls.model_fields))
         try:
             return cls.model_validate(given)
@@ -288,13 +290,9 @@ class Options(BaseModel):
     def to_json(self) -> dict[str, JsonValue]:
         """The options that differ from their defaults, as plain JSON, for the record in a plan. Leaves out the plan itself and
         options that matter only to a run."""
-        return self.model_dump(mode="json", exclude_defaults=True, exclude={"plan", "monitor", "tensorboard", "offload_folder"})
+        only_of_runs = {"plan", "on_oom", "monitor", "tensorboard", "offload_folder"}
+        return self.model_dump(mode="json", exclude_defaults=True, exclude=only_of_runs)
 
 
 class DefaultOptions(dict[str, Any]):
     """Options of this session for callers that cannot pass any: libraries that compile by the name of a backend."""
-
-
-def did_you_mean(name: str) -> str:
-    close = difflib.get_close_matches(name, Options.model_fields, n=1, cutoff=0.75)
-    return f" (did you mean {close[0]!r}?)" if close else ""

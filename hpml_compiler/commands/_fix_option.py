@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hpml_compiler.options import Options, did_you_mean
+from hpml_compiler.options import Options
+from hpml_compiler.plans.validation_errors import did_you_mean
 from passes.errors import BadInput, shortened
 from passes.hardware.cluster import MOST_DEVICES
 
@@ -27,10 +28,11 @@ def parse_fixes(fixes: Sequence[str]) -> dict[str, Any]:
             raise BadInput(what=f"{key} is given twice", where=f"--fix {fix}", next_step="leave one of them out")
         if key in Options.model_fields:
             options[key] = _json_or_text(text)
-        elif re.fullmatch(r"\d+", text, re.ASCII) and not did_you_mean(key):
+        elif re.fullmatch(r"\d+", text, re.ASCII) and not did_you_mean(key, Options.model_fields):
             axes[key] = int(text) if len(text) < 20 else MOST_DEVICES + 1  # too many; Python refuses to read long numbers
         else:
-            raise BadInput(what=f"{key!r} is not an option{did_you_mean(key)}, and {shortened(fix)} is not AXIS=SIZE",
+            close = did_you_mean(key, Options.model_fields)
+            raise BadInput(what=f"{key!r} is not an option{close}, and {shortened(fix)} is not AXIS=SIZE",
                            where=f"--fix {fix}", next_step="the options are " + ", ".join(Options.model_fields)
                            + '; an axis takes an integer, as in dp=2 or, for any name, mesh={"NAME": 2}')
     if axes:

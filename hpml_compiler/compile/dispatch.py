@@ -12,6 +12,7 @@ from hpml_compiler.compile.graph_compiler import GraphCompiler
 from hpml_compiler.compile.inputs.fixed_sizes import may_fix_sizes, with_fixed_sizes
 from hpml_compiler.compile.inputs.unsupported_graphs import check_supported, warn_of_reentrant_checkpoints
 from hpml_compiler.compile.recompile_limit import note_function
+from hpml_compiler.compile.recovery.repeatable_graph import with_repeats
 from hpml_compiler.compile.single_device import compile_single_device
 from hpml_compiler.compile.wrapper.deferred_outputs import with_outputs_of_ranks
 from hpml_compiler.compile.wrapper.loss_of_script import LossOfScript, frees_memory
@@ -91,7 +92,7 @@ def _on_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options, 
 
 def _compile_for_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     given = list(example_inputs)
-    call = GraphCompiler(gm, given, options).compile()
+    call = with_repeats(gm, given, options, lambda *graph: GraphCompiler(*graph).compile())
     _release_outputs(given)
     return call
 

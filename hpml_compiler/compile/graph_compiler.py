@@ -69,7 +69,7 @@ class GraphCompiler:
             self.sharing = step_context(self.session.step, gm, given, options, self.cluster.device.memory_bytes)
             self.options = self.sharing.options
         self.all_ranks = CompiledTogether(self.name)
-        self.lowering = Lowering(options.compiler, blocks=options.compile_blocks)
+        self.lowering = Lowering(options.compiler, None, options.compile_blocks, options.on_oom == "replan" and not self.alone)
         self.holding = UnshardedInputs()
         self.program: StepRuntime | None = None
         self.entry = PlanEntry(self.name, self.options, self.cluster)
@@ -87,7 +87,7 @@ class GraphCompiler:
         if self.earlier.entry is not None:
             self._as_in(self.earlier.entry.running)
         else:  # budgets may differ, as fractions of unlike devices do
-            same_options({name: x for name, x in self.options.to_json().items() if name != "memory_budget"})
+            same_options({"on_oom": self.options.on_oom, **self.options.to_json(), "memory_budget": ""})
         try:
             function = self.all_ranks.compile_all(self.trace)
         except Exception:

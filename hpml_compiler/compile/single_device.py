@@ -13,6 +13,7 @@ from hpml_compiler.compile.inputs.unsupported_graphs import check_supported
 from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.lower.inductor_cache_dir import check_cache_dir
 from hpml_compiler.compile.lower.lowering import Lowering, boxed
+from hpml_compiler.compile.recovery.repeatable_graph import with_repeats
 from hpml_compiler.compile.wrapper.deferred_outputs import Compile, with_deferred_outputs
 from hpml_compiler.options import Options
 from hpml_compiler.runtime.install.unwrap_inputs import copy_for_set_data
@@ -31,13 +32,24 @@ def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], option
     if options.offloads("optimizer"):
         offload_state((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), options.offload_folder or "")
         watch_steps()
+    compile_ = functools.partial(with_repeats, options=options, compile_=_compiled)
+    if not options.shards_outputs or _is_ours(options):
+        return compile_(gm, example_inputs)
+    return with_deferred_outputs(gm, example_inputs, compile_)
+
+
+def _is_ours(options: Options) -> bool:
+    """True if hpml compiles graphs with these options, not inductor by itself."""
     ours = options.chooses_saved or options.microbatches > 1 or options.compile_blocks == "on"
-    if (ours and torch.is_grad_enabled()) or options.passes:
+    return (ours and torch.is_grad_enabled()) or bool(options.passes)
+
+
+def _compiled(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    if _is_ours(options):
         check_supported(gm)
         return _with_gradients_as_eager(lambda *graph: GraphCompiler(*graph, options=options).compile(), gm, example_inputs)
     by = functools.partial(_by_inductor if options.compiler == "inductor" else _by_eager, chunks=options.loss_chunks)
-    compile_ = functools.partial(_with_gradients_as_eager, by)
-    return with_deferred_outputs(gm, example_inputs, compile_) if options.shards_outputs else compile_(gm, example_inputs)
+    return _with_gradients_as_eager(by, gm, example_inputs)
 
 
 def _with_gradients_as_eager(compile_: Compile, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

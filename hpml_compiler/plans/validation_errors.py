@@ -1,7 +1,8 @@
 """Readable messages for pydantic validation errors: the place in the data, the expected type and the given value."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -84,3 +85,8 @@ def _shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"{value:g}" if isinstance(value, float) else shortened(repr(value))
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -16,6 +16,7 @@ from hpml_compiler.compile.lower.inductor_cache_dir import check_cache_dir
 from hpml_compiler.compile.lower.regional_compile import RegionalCall
 from hpml_compiler.planner.checkpointing.checkpointed_halves import cut_as_kept, drop_unused
 from hpml_compiler.plans.schema import BlocksReport
+from hpml_compiler.runtime.consistency.memory_agreement import agreeing_on_memory
 from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.graph.fx_nodes import on_cpus, returned_nodes
@@ -54,8 +55,9 @@ Call = Callable[[list[Any]], Any]
 class Lowering:
     """Partitions and compiles one graph, with inductor or without ("eager")."""
 
-    def __init__(self, compiler: str, forward_outputs: int | None = None, blocks: Wanted = "off"):
-        self.inductor = compiler == "inductor"
+    def __init__(self, compiler: str, forward_outputs: int | None = None, blocks: Wanted = "off", agrees: bool = False):
+        self.inductor, self.agrees = compiler == "inductor", agrees
+        """agrees: whether a half that runs out of memory on one rank fails on all (`memory_agreement`)."""
         self.blocks = blocks
         """Regional compilation: whether equal blocks are compiled once; "auto": where that costs little of `step_us`."""
         self.step_us = 0.0
@@ -95,18 +97,22 @@ class Lowering:
 
     def forward(self, gm: GraphModule, _whole: Any) -> Callable[[list[Any]], Any]:
         following, self.next = self.next, None
-        ahead, saved = Prefetch(), _names_returned(gm)
+        ahead, saved, agreed = Prefetch(), _names_returned(gm), self._agreed(gm)
         if following is not None:
             ahead = Prefetch(lambda: self._ahead(following, saved))
         with self.waiting_once(gm):
             call = self._lower("forward", gm, values_of(gm), is_backward=False, is_inference=False, ahead=ahead)
             ahead.all()  # while the C++ compiler works on forward
-        return call
+        return agreed(call)
 
     def backward(self, gm: GraphModule, inputs: Any, half: str = "backward") -> Callable[[list[Any]], Any]:
         # AOTAutograd takes `inputs` from the rewritten graph; saved values have the strides that lowering forward gave them.
+        agreed = self._agreed(gm)
         with self.waiting_once(gm):
-            return self._lower(half, gm, inputs, is_backward=True, is_inference=False)
+            return agreed(self._lower(half, gm, inputs, is_backward=True, is_inference=False))
+
+    def _agreed(self, gm: GraphModule) -> Callable[[Call], Call]:
+        return agreeing_on_memory(gm) if self.agrees else lambda call: call
 
     def part(self, forward: GraphModule, backwards: Mapping[str, GraphModule], outputs: int) -> tuple[Call, dict[str, Call]]:
         """Compile both halves of a part of the graph that AOTAutograd sees; backward is one graph, or several that run one

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,10 @@ def watch_steps() -> None:
     state_of(_OffloadedSteps)
 
 
+class SteppedInParts(WeakSet[torch.optim.Optimizer]):
+    """Optimizers that step a part at a time though their state stays where it is; needs `watch_steps`."""
+
+
 class _OffloadedSteps:
     """stepped: by optimizer that is in a step, its parameters without gradients meanwhile, and the gradients."""
 
@@ -64,8 +68,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     _after_step(optimizer, args, kwargs)  # in case the step before raised an error
     with compat.plain_torch_functions():
         folders = _folders(optimizer)
-        if folders:
-            _refuse(optimizer, args, kwargs)
+        if folders and (why := why_not_in_parts(optimizer, args, kwargs)):
+            raise BadInput(f"offloading optimizer state steps a part of the parameters at a time, but {why}", WHERE,
+                           "do not offload the optimizer, or use one of " + ", ".join(sorted(x.__name__ for x in ELEMENTWISE)))
+        if folders or optimizer in state_of(SteppedInParts):
             state_of(_OffloadedSteps).stepped[optimizer] = _step(optimizer, folders)
 
 
@@ -86,21 +92,18 @@ def _folders(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
     return {parameter: folder for parameter, folder in found if folder is not None}
 
 
-def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def why_not_in_parts(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> str:
+    """Reason why a step cannot be made for a part of the parameters at a time; "" if it can."""
     kind = type(optimizer)
-    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     if kind not in ELEMENTWISE:
-        why = f"{kind.__module__}.{kind.__qualname__} may combine all parameters"
-    elif has_closure(args, kwargs):
-        why = "a step with a closure runs the model in between"
-    elif hooks:
-        why = "the optimizer has step hooks, which expect one step of all parameters"
-    elif any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
-        why = "its step is differentiable or capturable, so it keeps the tensors that it reads"
-    else:
-        return
-    raise BadInput(f"offloading optimizer state steps a part of the parameters at a time, but {why}", WHERE,
-                   "do not offload the optimizer, or use one of " + ", ".join(sorted(each.__name__ for each in ELEMENTWISE)))
+        return f"{kind.__module__}.{kind.__qualname__} may combine all parameters"
+    if has_closure(args, kwargs):
+        return "a step with a closure runs the model in between"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "the optimizer has step hooks, which expect one step of all parameters"
+    if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
+        return "its step is differentiable or capturable, so it keeps the tensors that it reads"
+    return ""
 
 
 def _step(optimizer: torch.optim.Optimizer, folders: dict[Any, str]) -> list[tuple[Any, Any]]:

@@ -80,6 +80,11 @@ def check_group() -> dist.ProcessGroup:
     return _host_group("check")
 
 
+def memory_group() -> dist.ProcessGroup:
+    """Like `control_group`, for the agreement at the end of each call of a graph, also inside of a compilation."""
+    return _host_group("memory")
+
+
 class _WorldGroups:
     """Helper groups and the mesh of `world`, the group of all ranks. It is kept alive, so that a later one has another id."""
 

@@ -1,0 +1,1 @@
+"""Repeat calls of compiled graphs that ran out of memory, under plans that take less."""

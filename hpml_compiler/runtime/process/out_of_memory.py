@@ -1,0 +1,48 @@
+"""Out of memory: the errors that mean it, the memory that is left, and errors of what cannot be repeated."""
+from __future__ import annotations
+
+import gc
+import re
+import resource
+
+import psutil
+import torch
+
+from hpml_compiler.runtime.process.compute_device import device_type
+from passes.errors import HpmlError
+
+_ON_CPU = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
+
+
+class StepTooLarge(HpmlError, torch.OutOfMemoryError):
+    """A step that ran out of memory, and cannot be repeated or fits under no plan."""
+
+
+class OutOfMemoryOnRank(HpmlError, torch.OutOfMemoryError):
+    """A call of a graph that ran out of memory on at least one rank, raised on all of them in the same call."""
+
+
+def memory_failure(error: BaseException) -> str:
+    """What an error of memory says, in a few words; "" for any other error."""
+    if isinstance(error, OutOfMemoryOnRank):
+        return error.what
+    if not isinstance(error, torch.OutOfMemoryError) and not (isinstance(error, RuntimeError) and _ON_CPU.search(str(error))):
+        return ""
+    asked = _ASKED.search(str(error))
+    return "it ran out of memory" + (f" (it tried to allocate {asked[1]})" if asked else "")
+
+
+def free_memory() -> None:
+    """Release what only garbage and torch's caches hold."""
+    gc.collect()
+    if device_type() == "cuda":
+        torch.cuda.empty_cache()
+
+
+def room_bytes() -> int:
+    """Bytes that this process can still allocate on its device: of a CPU, what the system and the process's limit leave."""
+    if device_type() == "cuda":
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    limit, room = resource.getrlimit(resource.RLIMIT_AS)[0], psutil.virtual_memory().available
+    return int(room if limit == resource.RLIM_INFINITY else max(min(room, limit - psutil.Process().memory_info().vms), 0))

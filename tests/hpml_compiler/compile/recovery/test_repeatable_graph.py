@@ -1,0 +1,119 @@
+"""A call that runs out of memory -> it is repeated under a smaller plan, with the numbers of a run that had enough."""
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hpml_compiler.compile.recovery import optimizer_room
+from hpml_compiler.runtime.process.out_of_memory import StepTooLarge, memory_failure
+from hpml_compiler.session import session
+from tests.helpers.frozen import fresh
+from tests.helpers.out_of_memory import failures
+from tests.hpml_compiler.runtime.common import full
+
+REPLAN = {"compiler": "eager", "on_oom": "replan"}
+WIDTH, ROWS = 16, 1024
+
+
+class Small(nn.Module):
+    """Dropout, running statistics, and the loss inside or outside."""
+
+    def __init__(self, loss: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down, self.loss = nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH), nn.Linear(
+            4 * WIDTH, WIDTH), loss
+
+    def forward(self, x):
+        x = self.down(F.dropout(F.gelu(self.norm(self.up(x))), 0.2, self.training))
+        return x.square().mean() if self.loss else x
+
+
+def trained(options, half="", at=(), step_of_failure=1, loss=True, between=lambda model: None, steps=3, **settings):
+    """Losses, gradients, parameters and buffers; and how often it failed."""
+    fresh()
+    with failures() as failing:
+        model = Small(loss)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
+        call = torch.compile(model, backend="hpml", options=options)
+        x, seen = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).sin(), []
+        torch.manual_seed(1)
+        for step in range(steps):
+            if step == step_of_failure and half:
+                failing.arm(half, *at)
+            out = call(x)
+            out = out if loss else out.square().mean()
+            between(model)
+            out.backward()
+            seen += [out.detach().clone(), *(full(p.grad).clone() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not failing.armed
+        return [*seen, *(full(p.detach()).clone() for p in model.parameters()), *model.buffers()], failing.failed
+
+
+@pytest.mark.parametrize(("half", "at", "step", "loss"), [
+    ("forward", (5,), 1, False), ("backward", (5,), 0, True), ("backward", (5, 1), 1, False)])
+def test_a_call_is_repeated(half, at, step, loss, caplog):
+    expected, _ = trained({"compiler": "eager"}, loss=loss)
+    with caplog.at_level(logging.WARNING, "hpml"):
+        found, failed = trained(REPLAN, half, at, step, loss)
+    assert failed == len(at)
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+    (line,) = (each.message for each in caplog.records if "nothing is lost" in each.message)
+    assert line.startswith(f"{half} of graph_0: it ran out of memory (it tried to allocate 1.00 GiB)")
+    (graph,) = session.last_plan().graphs[-1:]
+    assert graph.kept is not None, "what runs now is planned under a budget"
+
+
+def test_each_failure_leaves_less_to_the_next_plan():
+    trained(REPLAN, "forward", (5, 1), 1)
+    peak = session.last_plan().graphs[0].memory.peak
+    budgets = [graph.kept.budget_bytes for graph in session.last_plan().graphs]
+    assert budgets[-1] < peak < budgets[0]
+
+
+def test_without_the_option_the_error_is_raised():
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 1\.00 GiB"):
+        trained({"compiler": "eager"}, "forward", (5,))
+
+
+def test_what_changed_since_forward_is_not_repeated():
+    with pytest.raises(StepTooLarge, match=r"cannot be repeated: input \d was changed in place since its forward"):
+        trained(REPLAN, "backward", (5,), between=lambda model: model.norm.running_mean.add_(1))
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_an_optimizer_without_room_steps_in_parts(monkeypatch, caplog, offloads):
+    expected, _ = trained({"compiler": "eager"}, foreach=True)
+    largest = 4 * WIDTH * WIDTH * 4
+    monkeypatch.setattr(optimizer_room, "fits", lambda nbytes: not offloads and nbytes <= 6 * largest)
+    with caplog.at_level(logging.WARNING, "hpml"):
+        found, _ = trained(REPLAN, foreach=True)
+    assert all(map(torch.equal, found, expected))
+    (line,) = (each.message for each in caplog.records if "steps a part" in each.message)
+    assert ("offloaded" in line) == offloads
+
+
+def on_one_rank(rank, half):
+    expected, _ = trained({"compiler": "eager", "mesh": {"dp": 2}})
+    found, failed = trained({**REPLAN, "mesh": {"dp": 2}}, half if rank == 1 else "", (7,))
+    return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)], failed
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_all_ranks_repeat_what_one_failed_in(launch, half):
+    (one, none), (other, failed) = launch(on_one_rank, 2, (half,), timeout_s=50)
+    assert all(one) and all(other) and (none, failed) == (0, 1)
+
+
+def test_errors_of_memory():
+    assert memory_failure(RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you "
+                                       "tried to allocate 4096 bytes. Error code 12")) == (
+        "it ran out of memory (it tried to allocate 4096 bytes)")
+    assert memory_failure(RuntimeError("shapes cannot be multiplied")) == ""
