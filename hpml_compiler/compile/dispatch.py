@@ -54,7 +54,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
 def _compiled(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool, world: int) -> Callable[..., Any]:
     warn_of_reentrant_checkpoints(gm, example_inputs)
     if world == 1:
-        return _on_one_device(gm, example_inputs, options)
+        return _on_one_device(gm, example_inputs, options, defers)
     refuse_other_wrappers(example_inputs)
     heartbeat.start()
     with activity(f"compiling {session.current().next_name()}"):
@@ -64,11 +64,12 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], options: Options, 
         return with_fixed_sizes(gm, example_inputs, functools.partial(_on_ranks, options=options, defers=defers))
 
 
-def _on_one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+def _on_one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool) -> Callable[..., Any]:
     """Sizes become numbers where the script's loss may be part of the step, for the first few of them."""
     def compile_(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         waits = LossOfScript(graph, given, options, compile_graph)
-        return waits.around(compile_single_device(graph, given, waits.alone))
+        whole = _compiles_whole(waits.alone) if defers and defers_outputs(options) else None
+        return waits.compiled(lambda own: compile_single_device(graph, given, own, whole))
 
     if not any(isinstance(x, torch.SymInt) for x in example_inputs) or not torch.is_grad_enabled() or not (
             options.shards_outputs and frees_memory(gm, options) and may_fix_sizes(gm)):
@@ -78,16 +79,24 @@ def _on_one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Opti
 
 def _on_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool) -> Callable[..., Any]:
     waits = LossOfScript(gm, example_inputs, options, compile_graph)
-    options = waits.alone
     if not defers or not defers_outputs(options):
-        return waits.around(_compile_for_ranks(gm, example_inputs, options))
+        return waits.compiled(lambda own: _compile_for_ranks(gm, example_inputs, own))
+    return waits.compiled(lambda own: with_outputs_of_ranks(
+        gm, example_inputs, functools.partial(_compile_for_ranks, options=own), _compiles_whole(own),
+        for_calls_on_outputs(own)))
 
-    def whole(graph: GraphModule) -> Callable[..., Any]:
-        return torch.compile(graph.forward, backend=functools.partial(compile_graph, options=options, defers=False),
-                             dynamic=False)
 
-    compile_ = functools.partial(_compile_for_ranks, options=options)
-    return waits.around(with_outputs_of_ranks(gm, example_inputs, compile_, whole, for_calls_on_outputs(options)))
+def _compiles_whole(options: Options) -> Callable[[GraphModule], Callable[..., Any]]:
+    """Compiles the graph that Dynamo compiles now once more, with all outputs, when it is called. Under a budget, it takes the
+    place of the first one in the step."""
+    step, frame = session.current().step, compat.frame_being_compiled()
+    first = step.stands_for.get(frame, frame)
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        step.stands_for[compat.frame_being_compiled()] = first
+        return compile_graph(gm, example_inputs, options, defers=False)
+
+    return lambda graph: torch.compile(graph.forward, backend=backend, dynamic=False)
 
 
 def _compile_for_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:

@@ -28,14 +28,17 @@ from passes.transforms.cleanup.pre_partition import TagPhases
 from passes.transforms.loss_chunks.chunk_loss import Chunks, chunk_loss, source_hash
 
 
-def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options,
+                          whole: Callable[[GraphModule], Callable[..., Any]] | None = None) -> Callable[..., Any]:
+    """Compile a graph. whole: compiles it with all outputs, when it is called; None where none are deferred."""
     if options.offloads("optimizer"):
         offload_state((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), options.offload_folder or "")
         watch_steps()
     compile_ = functools.partial(with_repeats, options=options, compile_=_compiled)
-    if not options.shards_outputs or _is_ours(options):
+    if not options.shards_outputs or _is_ours(options) and whole is None:
         return compile_(gm, example_inputs)
-    return with_deferred_outputs(gm, example_inputs, compile_)
+    ours = whole is not None and _is_ours(options)
+    return with_deferred_outputs(gm, example_inputs, compile_, (lambda graph, _: whole(graph)) if ours else compile_)
 
 
 def _is_ours(options: Options) -> bool:

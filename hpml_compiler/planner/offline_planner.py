@@ -189,4 +189,4 @@ class OfflinePlanner:
         unseen = sum(nbytes for parameter, nbytes in self.trained.items() if parameter not in self.met)
         return StepContext(replicated_memory(step.name, trained, frozen, options), options,
                            transient_of(options, self.cluster.device.kind), step.name, self.graphs, unseen,
-                           traced is not None and traced.breaks)
+                           traced is not None and traced.breaks, 0.0 if traced is None else traced.copied)

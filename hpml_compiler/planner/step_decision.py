@@ -101,9 +101,10 @@ def with_chunks(record: GraphPlan, found: LossChunking | None) -> GraphPlan:
 
 
 def defers_outputs(options: Options) -> bool:
-    """True if large outputs beside the loss are computed when the script first reads them, and not in the step."""
-    keeps = options.chooses_saved or options.compile_blocks == "on" or bool(options.passes)
-    return options.shards_outputs and options.stage_ranks == options.microbatches == 1 and not keeps
+    """True if large outputs beside the loss are computed when the script first reads them, and not in the step. The last stage
+    of a pipeline has no hidden states of other ranks, and graphs that are compiled in blocks, or changed by passes that the
+    script names, are kept as they are."""
+    return options.shards_outputs and options.stage_ranks == 1 and options.compile_blocks != "on" and not options.passes
 
 
 def decomposes_loss(options: Options) -> bool:

@@ -35,7 +35,7 @@ from passes.tracing.joint_trace import JointTrace, trace
 from passes.tracing.untraced_parts import UntracedPart
 from passes.transforms.loss_chunks.chunk_loss import Chunks
 from passes.transforms.loss_chunks.chunk_notes import noting_chunks
-from passes.transforms.outputs.split_outputs import split_outputs
+from passes.transforms.outputs.split_outputs import copied_bytes, split_outputs
 
 log = logging.getLogger("hpml")
 ALL_LAYERS = 0
@@ -51,7 +51,7 @@ class TracedModel:
     def __init__(self, model: nn.Module, batch: Any, options: Options, alone: bool = False, run_breaks: bool = False,
                  known: dict[tuple[int, Chunks, bool], list[JointTrace]] | None = None):
         self.model, self.batch, self.options, self.alone, self.run_breaks = model, batch, options, alone, run_breaks
-        self.known, self._splits = known, False
+        self.known, self._splits, self._copied = known, False, 0.0
         self.unplanned: list[UntracedPart] = []
         """Filled when the full model is traced."""
 
@@ -71,6 +71,7 @@ class TracedModel:
     def _defer(self, gm: GraphModule) -> GraphModule | None:
         split = split_outputs(gm) if defers_outputs(self.options) else None
         self._splits |= split is not None
+        self._copied += copied_bytes(gm)
         return None if split is None else split.whole
 
     @cached_property
@@ -120,8 +121,9 @@ class TracedModel:
         defers = defers_outputs(self.options)
         if self.known is not None and (layers, looped, defers) in self.known:
             return self.known[layers, looped, defers]
-        self._splits = False
+        self._splits, self._copied = False, 0.0
         found = find()
+        found[-1:] = [replace(each, copied=self._copied) for each in found[-1:]]  # it has the loss
         for k, each in enumerate(found):
             with noting_chunks() as notes:
                 change_traced(each.gm, each.forward_outputs, self.options, chunks)

@@ -17,6 +17,7 @@ from hpml_compiler.runtime.process.compute_device import device_type
 from hpml_compiler.session import optimizer_lookup
 from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
+from passes.transforms.outputs.split_outputs import copied_bytes
 
 
 @dataclass
@@ -52,7 +53,7 @@ def step_context(step: StepGraphs, gm: GraphModule, inputs: Iterable[object], op
     return StepContext(
         replicated_memory(name, _trained_bytes(own), frozen, options), options,
         transient_of(options, device_type(), found[0].param_groups if found else ({},)),
-        frame, step.graphs, sum(_trained_bytes(unseen)), compat.ends_in_a_break(gm))
+        frame, step.graphs, sum(_trained_bytes(unseen)), compat.ends_in_a_break(gm), copied_bytes(gm))
 
 
 def _trained_bytes(parameters: Iterable[torch.Tensor]) -> list[float]:

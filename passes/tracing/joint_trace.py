@@ -24,7 +24,7 @@ class JointTrace:
     """Joint graph, its inputs in the order of the Dynamo graph, and the number of its forward outputs. leaves: positions of the
     inputs whose gradients go into `.grad`; breaks: True if the graph ends at a graph break. received: position of an input that
     an earlier graph of the step returned -> that graph, and the position among its results. loss_chunks: how the graph computes
-    its loss, where that was decided already."""
+    its loss, where that was decided already. copied: bytes of inputs that are copied for outputs that were left out."""
 
     gm: GraphModule
     inputs: list[GraphInput]
@@ -34,6 +34,7 @@ class JointTrace:
     breaks: bool = False
     received: dict[int, tuple[int, int]] = field(default_factory=dict)
     loss_chunks: LossChunking | None = None
+    copied: float = 0.0
 
 
 Defer = Callable[[GraphModule], GraphModule | None]

@@ -10,6 +10,7 @@ them (`hpml_compiler.runtime.outputs.record`). All ranks do the same, so calls a
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,11 +30,12 @@ from hpml_compiler.runtime.outputs.record import AllRecords
 from hpml_compiler.runtime.outputs.recorded_output import OutputRecorder, RecordedOutput
 from hpml_compiler.session import session
 from passes import compat
-from passes.errors import HpmlError
+from passes.errors import HpmlError, Infeasible
 from passes.graph.fx_nodes import returned_nodes
 from passes.session_state import state_of
 from passes.transforms.outputs.split_outputs import OutputSplit, split_outputs
 
+log = logging.getLogger("hpml")
 WORTH = 1.0
 """The graph is compiled with all outputs once computing them has taken this many times the seconds of compiling it."""
 CALLS_UNTIL_CHECK = 16
@@ -43,8 +45,9 @@ Call = Callable[..., Any]
 Compile = Callable[[GraphModule, Sequence[Any]], Call]
 
 
-def with_deferred_outputs(gm: GraphModule, given: Sequence[Any], compile_: Compile) -> Call:
-    """Compile a graph so that its outputs are deferred where that saves memory."""
+def with_deferred_outputs(gm: GraphModule, given: Sequence[Any], compile_: Compile, whole: Compile) -> Call:
+    """Compile a graph so that its outputs are deferred where that saves memory. whole: compiles it with all outputs, where the
+    script reads them."""
     plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in given if isinstance(x, torch.Tensor))
     if not plain or not torch.is_grad_enabled() or compat.ends_in_a_break(gm):
         return compile_(gm, given)
@@ -55,7 +58,7 @@ def with_deferred_outputs(gm: GraphModule, given: Sequence[Any], compile_: Compi
     start, name = time.perf_counter(), session.current().next_name()
     first = compile_(gm, given)
     fixed = not any(isinstance(x, torch.SymInt) for x in given)
-    return _DeferringGraph(name, split, first, compile_ if fixed else None, time.perf_counter() - start).call
+    return _DeferringGraph(name, split, first, whole if fixed else None, time.perf_counter() - start).call
 
 
 def with_outputs_of_ranks(gm: GraphModule, given: Sequence[Any], compile_: Compile, whole: Callable[[GraphModule], Call],
@@ -75,7 +78,7 @@ def with_outputs_of_ranks(gm: GraphModule, given: Sequence[Any], compile_: Compi
 
 class _SplitGraph:
     """A graph whose large outputs were split off. calls: that were made; last_read: the latest whose outputs were read. uses:
-    what the script does with each result of the rest."""
+    what the script does with each result of the rest. is_kept_split: all outputs at once do not fit into the budget."""
 
     def __init__(self, name: str, split: OutputSplit, first: Call) -> None:
         self.split, self.first = split, first
@@ -85,6 +88,7 @@ class _SplitGraph:
         self.modes = Modes(self.like[0].device.type)  # those that are in force now
         self.calls = self.last_read = 0
         self.whole: Call | None = None
+        self.is_kept_split = False
         places, known = {place: position for position, place in reversed(split.places)}, state_of(OutputUses)
         stay = [k for k in range(len(returned_nodes(split.whole))) if k not in dict(split.places)]
         known.move(name, dict(enumerate(stay)))
@@ -95,17 +99,33 @@ class _SplitGraph:
         self.calls += 1
         for use in self.uses:
             use.calls += 1
-        if self._computes_all():
-            self._note_made()
-            if self.whole is None:
-                self.whole = self._compile_whole(arguments)
-            return self.whole(*arguments)
+        if not self.is_kept_split and self._computes_all():
+            made = self._all(arguments)
+            if made is not None:
+                return made
         results = list(self.first(*arguments))
         own = len(results) - self.split.added
         outputs = self._outputs(results, own, [arguments[k] for k in self.split.takes])
         del results[own:]
         for position, place in self.split.places:
             results.insert(position, outputs[place])
+        return results
+
+    def _all(self, arguments: Sequence[Any]) -> Any:
+        """The results of the graph with all outputs; None where these do not fit into the memory budget."""
+        first = self.whole is None
+        if self.whole is None:
+            self.whole = self._compile_whole(arguments)
+        try:
+            results = self.whole(*arguments)
+        except Exception as error:
+            reason = getattr(error, "inner_exception", None) or error.__cause__ or error
+            if not first or not isinstance(reason, Infeasible):
+                raise
+            log.info("%s is read often, but is still computed by itself when it is read: with it, %s", self.what, reason.what)
+            self.whole, self.is_kept_split = None, True
+            return None
+        self._note_made()
         return results
 
     def _note_made(self) -> None:

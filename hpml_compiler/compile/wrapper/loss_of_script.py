@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,10 @@ from hpml_compiler.runtime.outputs.step_calls import StepCalls
 from hpml_compiler.runtime.outputs.step_output import StepOutput
 from hpml_compiler.runtime.process.world_group import world_size
 from hpml_compiler.session import session
+from hpml_compiler.session.run_cluster import local_cluster
+from hpml_compiler.visualize.formatting import format_bytes
 from passes import compat
+from passes.errors import Infeasible
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
 from passes.session_state import state_of
@@ -46,12 +50,28 @@ class LossOfScript:
         self.copy = copy_graph(gm) if _can_wait(gm, given, options) else None
         self.chunks = options.loss_chunks if isinstance(options.loss_chunks, int) else 1
         self.sources = compat.input_sources(gm)
+        self.refusal: Infeasible | None = None
 
     @property
     def alone(self) -> Options:
         """Options of the graph without the loss: chunks are for the graph with it."""
         waits = self.copy is not None and self.chunks > 1
         return self.options.model_copy(update={"loss_chunks": 1}) if waits else self.options
+
+    def compiled(self, compile_: Callable[[Options], Call]) -> Call:
+        """Compile the graph alone and wrap it. Where that needs more than the budget, and no more than its device has, it is
+        compiled all the same: with its loss it may need less. compile_: compiles with these options. Raises Infeasible."""
+        try:
+            return self.around(compile_(self.alone))
+        except Infeasible as error:
+            needs, device = error.smallest_budget_bytes, local_cluster(self.options, world_size()).device
+            if self.copy is None or self.options.memory_budget is None or needs is None or needs > device.memory_bytes:
+                raise
+            log.warning("%s needs %s without the script's loss, more than the memory_budget: the first step, which records the "
+                        "loss, takes at least that much; from the second step on, the loss is part of the step and its budget. "
+                        "If the model returns its loss, the budget applies to all steps", self.name, format_bytes(needs))
+            self.refusal = Infeasible(error.what, error.where, error.next_step)  # without frames, which hold the graphs
+            return self.around(compile_(self.alone.model_copy(update={"memory_budget": math.ceil(needs)})))
 
     def around(self, call: Call) -> Call:
         """Wrap the compiled graph."""
@@ -71,7 +91,7 @@ class LossOfScript:
                      "schedule", leaf.__name__)
         wholes: list[str] = []
         memory = LossMemory(self.name, call, leaf, functools.partial(self._compiled, leaf, wholes), wholes,
-                            self.chunks)
+                            self.chunks, self.refusal)
 
         @compat.untraced
         def wait(*args: Any) -> Any:

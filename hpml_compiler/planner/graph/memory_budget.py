@@ -44,9 +44,9 @@ def replicated_memory(name: str, trained: Iterable[float], frozen: Iterable[floa
 class BudgetShare:
     """Budget share of one graph, in bytes. available: most that it may use besides memory that is in use anyway. between,
     after: the parts of this that it leaves to later graphs when its forward is over, and to the optimizer when its backward is.
-    state: parameters and optimizer state, of all graphs; later: gradients of later graphs. transient: temporary memory of the
-    optimizer step; remedy: how to reduce it. others: saved activations of earlier graphs, by name. around_loop: memory in use
-    around the loop over microbatches, for the loop's body."""
+    state: parameters with their copies, and optimizer state, of all graphs; later: gradients of later graphs. transient:
+    temporary memory of the optimizer step; remedy: how to reduce it. others: saved activations of earlier graphs, by name.
+    around_loop: memory in use around the loop over microbatches, for the loop's body."""
 
     budget: int
     available: float
@@ -65,8 +65,9 @@ class StepContext:
     """State that the graphs of a step share, for one of them. frame: the Dynamo frame that it is from; replicated: its memory
     on a device that has all of its parameters; graphs: earlier graphs and, where it is recompiled, itself and later ones, by
     frame, in their order. unseen: bytes, unsharded, of the optimizer's parameters that no graph has had so far; breaks: whether
-    more graphs follow in any case. options: with the actual optimizer, and the budget in bytes. transient: temporary memory of
-    the optimizer step."""
+    more graphs follow in any case. copied: bytes, unsharded, of the parameters that are copied for outputs of this graph that
+    are read after an optimizer's step, or later. options: with the actual optimizer, and the budget in bytes. transient:
+    temporary memory of the optimizer step."""
 
     replicated: GraphMemory
     options: Options
@@ -75,6 +76,7 @@ class StepContext:
     graphs: Mapping[str, GraphMemory] = field(default_factory=dict)
     unseen: float = 0.0
     breaks: bool = False
+    copied: float = 0.0
 
     @staticmethod
     def unlimited(name: str, options: Options, device: str) -> StepContext:
@@ -97,16 +99,17 @@ class StepContext:
     def fingerprint(self) -> tuple[object, ...]:
         """Values that determine the budget share, in a form that is the same in another process, where frames differ."""
         place = [*self.graphs].index(self.frame) if self.frame in self.graphs else len(self.graphs)
-        return self.replicated, self.transient, tuple(self.graphs.values()), place, self.unseen, self.breaks
+        return self.replicated, self.transient, tuple(self.graphs.values()), place, self.unseen, self.breaks, self.copied
 
     def share_of(self, mine: GraphMemory) -> BudgetShare:
         """The budget share of this graph. mine: its memory on a rank. Parameters of later graphs are assumed to be sharded in
         the same proportion."""
         states, whole = self.options.resident_states, self.replicated.gradients
         rest = self.unseen * (mine.gradients / whole if whole else 1.0)
+        copied = self.copied * (mine.parameters / self.replicated.parameters if self.replicated.parameters else 1.0)
         graphs = {**self.graphs, self.frame: mine}
         place = list(graphs).index(self.frame)
-        state = sum(each.parameters + each.optimizer for each in graphs.values()) + (1 + states) * rest
+        state = sum(each.parameters + each.optimizer for each in graphs.values()) + (1 + states) * rest + copied
         later = sum(each.gradients for each in list(graphs.values())[place + 1:]) + rest
         others: dict[str, float] = defaultdict(float)
         for frame, each in self.graphs.items():

@@ -27,6 +27,7 @@ from hpml_compiler.runtime.outputs.recorded_call import RecordedCall, RecordedVa
 from hpml_compiler.runtime.outputs.recorded_output import recordable_now
 from hpml_compiler.runtime.process.world_group import from_all_ranks
 from passes import compat
+from passes.errors import Infeasible
 from passes.session_state import state_of
 
 log = logging.getLogger("hpml")
@@ -84,11 +85,13 @@ class LossMemory:
     losses: by the call that computes them. refused: calls after which the script needed gradients at other values, too.
     leading: calls on the way to a loss. parts: names of the graph and of those for the script's calls; wholes: of the graphs
     that run instead of these, with the loss, the latest last. stopped: reason why the graph waits no more. uses: of the results
-    in the script, by number. chunks: number of chunks that the script asks for, 1 if it does not.
+    in the script, by number. chunks: number of chunks that the script asks for, 1 if it does not. refusal: the error by which
+    the graph alone needs more than the memory budget.
     """
 
     def __init__(self, name: str, run: Call, leaf: Call, compile_: Callable[[torch.fx.GraphModule], Call],
-                 wholes: list[str], chunks: int = 1) -> None:
+                 wholes: list[str], chunks: int = 1, refusal: Infeasible | None = None) -> None:
+        self.refusal = refusal
         self.name, self.run, self.leaf, self.compile, self.chunks = name, run, leaf, compile_, chunks
         self.uses: dict[int, OutputUse] = {}
         self.parts, self.wholes = [name], wholes
@@ -112,6 +115,9 @@ class LossMemory:
             self.stopped = reason
             self.losses.clear()
             self._lead()
+            if self.refusal is not None:
+                raise Infeasible(f"{self.described()}; without it, {self.refusal.what}", self.refusal.where,
+                                 f"let the model return its loss, or {self.refusal.next_step}")
             log.info("%s", self.described())
             if self.chunks > 1:
                 log.warning("the loss is not computed in chunks: %s", self.described())

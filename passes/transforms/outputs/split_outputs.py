@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from passes.annotations import Key, has, read, write
 from passes.compat import HigherOrderOperator, graph_module, has_effects, size_hint
 from passes.graph.fx_nodes import memory_of, returned_nodes
 from passes.graph.graph_copy import copy_graph
@@ -25,6 +26,8 @@ LEAST_BYTES = 1 << 20
 """Outputs below this size stay: computing them later would cost more than it saves."""
 LEAST_GAIN = 1.5
 """Outputs stay unless they are larger than what computing them later keeps alive by this factor."""
+COPIED_BYTES: Key[int] = Key("copied_bytes", int, scope="graph")
+"""Bytes of the inputs of a graph that are copied where its outputs are not read before these change."""
 _MOST_CALLS = 16
 _HEAVY = frozenset(("linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "bilinear", "__matmul__", "conv1d", "conv2d",
                     "conv3d", "scaled_dot_product_attention"))
@@ -83,8 +86,14 @@ def split_outputs(gm: GraphModule) -> OutputSplit | None:
         if not node.users:
             gm.graph.erase_node(node)
     gm.recompile()
+    write(COPIED_BYTES, gm, sum(map(_bytes, inputs)))
     return OutputSplit(whole, rest, places, tuple(map(results.index, computed)), len(results) - len(stay),
                        tuple(placeholders[node] for node in inputs))
+
+
+def copied_bytes(gm: GraphModule) -> float:
+    """Bytes of the inputs that are copied for outputs that were split off this graph."""
+    return float(read(COPIED_BYTES, gm)) if has(COPIED_BYTES, gm) else 0.0
 
 
 def _value(node: Node) -> Any:

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
+import hpml_compiler
 import hpml_compiler.compile.wrapper.deferred_outputs as wrapper
 from hpml_compiler.runtime.outputs.deferred_output import DeferredOutput
 from passes.errors import HpmlError
 from passes.transforms.outputs import split_outputs
+from tests.helpers.peaks import least_peak
 
 ROWS, WIDTH, WORDS = 64, 8, 512
 X = torch.arange(ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH).sin()
@@ -344,6 +346,54 @@ def test_in_every_kind_of_head(kind, scene):
     expected, actual = seen(scene, kind, lambda model: model), seen(scene, kind, compiled)
 
     assert_same(actual, expected, scene)
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": "1GiB"}, {"recompute": "full"}, {"microbatches": 4}],
+                         ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize("scene", [unread, at_once, after_step, gradient_arrives, gradients_in_turn, read_in_every_call],
+                         ids=lambda s: s.__name__)
+def test_with_options_that_decide_what_is_saved(scene, options, monkeypatch):
+    deferred = count_deferred(monkeypatch)
+    expected, actual = seen(scene, "plain", lambda model: model), seen(scene, "plain", lambda m: compiled(m, **options))
+
+    assert deferred[:1] == [True]
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_a_budget_that_logits_alone_would_exceed_is_met(monkeypatch):
+    monkeypatch.setattr(wrapper, "WORTH", 0.0)
+    hpml_compiler.reset()
+    x, y = torch.arange(256 * 32.0).view(256, 32).sin(), torch.arange(256)
+
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.head = nn.Linear(32, 32), nn.Linear(32, 4096, bias=False)
+
+        def forward(self, x, y):
+            logits = self.head(torch.tanh(self.body(x)))
+            return F.cross_entropy(logits, y), logits
+
+    model = Headed()
+    call, optimizer = compiled(model, memory_budget="4MiB", loss_chunks=8), torch.optim.SGD(model.parameters(), 0.1)
+    kept = []
+
+    def step():  # as most loops do, which hold the logits of a step until those of the next replace them
+        loss, kept[:] = (found := call(x, y))[0], found[1:]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    peak, plan = least_peak(step, model, optimizer), hpml_compiler.last_plan()
+
+    chunks = plan.graphs[0].loss_chunks
+    assert chunks is not None and chunks.count == 8 and plan.peak.bytes <= 4 * 2 ** 20
+    assert peak <= 1.03 * plan.peak.bytes, (peak, plan.peak.bytes)
+    for _ in range(3):  # read in each call, they do not fit into forward, and are still computed by themselves
+        step()
+        assert type(kept[0]) is DeferredOutput and kept[0].argmax(-1).shape == y.shape
 
 
 def count_deferred(monkeypatch) -> list[bool]:

@@ -119,13 +119,13 @@ REPORTED = {unread: (0,), read_at_once: (STEPS, "argmax at test_outputs_of_ranks
 """Scenes in which a report is checked: calls in which the logits were made, and the functions of the script that read them."""
 
 
-def run(rank, mesh, tied, scenes):
+def run(rank, options, tied, scenes):
     for scene in scenes:
         results = []
         for compiled in (False, True):
             model = Head(tied)
             optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-            call = torch.compile(model, backend="hpml", options={"compiler": "eager", "mesh": mesh}) if compiled else model
+            call = torch.compile(model, backend="hpml", options={"compiler": "eager", **options}) if compiled else model
             if compiled:
                 assert type(call(X, Y)[1]) is RecordedOutput, scene
             found = scene(call, optimizer)
@@ -142,7 +142,9 @@ def run(rank, mesh, tied, scenes):
         fresh()
 
 
-@pytest.mark.parametrize(("mesh", "tied", "scenes"), [
-    ({"dp": 2}, True, SCENES[::2]), ({"tp": 2}, False, SCENES[1::2])], ids=["dp", "tp"])
-def test_logits_are_as_on_one_device(launch, mesh, tied, scenes):
-    launch(run, world_size=2, args=(mesh, tied, scenes), timeout_s=300)
+@pytest.mark.parametrize(("options", "tied", "scenes"), [
+    ({"mesh": {"dp": 2}}, True, SCENES[::2]), ({"mesh": {"tp": 2}}, False, SCENES[1::2]),
+    ({"mesh": {"dp": 2}, "memory_budget": "1GiB"}, True, (gradient_through_the_logits, read_in_many_steps)),
+    ({"mesh": {"dp": 2}, "microbatches": 2}, True, (unread, read_at_once))], ids=["dp", "tp", "budget", "microbatches"])
+def test_logits_are_as_on_one_device(launch, options, tied, scenes):
+    launch(run, world_size=2, args=(options, tied, scenes), timeout_s=300)

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hpml_compiler
+from hpml_compiler.compile.wrapper import loss_of_script
 from hpml_compiler.runtime.outputs.loss_memory import LossMemories
 from hpml_compiler.runtime.watchdog.barrier_check import RankDiverged
-from passes.errors import HpmlError
+from passes.errors import HpmlError, Infeasible
 from passes.session_state import state_of
 from tests.hpml_compiler.runtime.common import full
 
@@ -324,6 +325,41 @@ def test_on_one_device_the_loss_is_part_of_the_step_where_that_frees_memory(opti
     torch._dynamo.reset()  # loads the module of the next line
     with torch._functorch.config.patch(donated_buffer=False):
         run_scenes(0, options, names)
+
+
+def read_first(t):
+    z = t.call(X)
+    z.mean().item()
+    F.cross_entropy(z, Y).backward()
+    return []
+
+
+@pytest.mark.parametrize(("scene", "kib", "chunks", "told"), [
+    (plain, 300, 8, None), (read_first, 300, 8, "the script reads an output before its loss; without it, the step needs at"),
+    (plain, 128, 8, r"cannot be compiled \(Infeasible: .*; without it"), (plain, 430, 1, "")])
+def test_a_budget_counts_from_the_step_on_that_has_the_loss(scene, kib, chunks, told, monkeypatch, caplog):
+    """told: what is said where it cannot be met. The graph alone needs 422 KiB; with its loss 264 in chunks, else 454."""
+    monkeypatch.setattr(loss_of_script, "frees_memory", lambda gm, options: True)
+    torch._dynamo.reset()
+    hpml_compiler.reset()
+    expected, model = Net(), Net()
+    call = torch.compile(model, backend="hpml", options={
+        "compiler": "eager", "optimizer": "sgd", "memory_budget": kib * 1024, "loss_chunks": chunks})
+    loops = [Loop(scene, *each, 0) for each in ((expected, expected), (call, model))]
+    for each in loops:
+        each.optimizer = torch.optim.SGD(each.model.parameters(), 0.1)
+    if told:
+        with pytest.raises(Infeasible, match=told):
+            loops[1].run(7)
+        return
+    want, found = [each.run(4)[:-1] for each in loops]
+    torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)
+    memory = state_of(LossMemories)[0]
+    if told is None:
+        assert "the first step, which records the loss, takes at least that much" in caplog.text and memory.losses
+        assert hpml_compiler.last_plan().peak.bytes <= kib * 1024
+    else:  # the loss stays outside, and the graph alone is within the budget
+        assert "Infeasible: the step needs at least" in memory.stopped and not memory.losses
 
 
 def adversarial(make, judge, real):
