@@ -155,7 +155,7 @@ class MixedContent(PlanFile):
                             "optimizer": cost.optimizer_us * 1e-6},
             "ilp": {name: sum(part["ilp"][name] for part in made) for name in slowest["ilp"]},
             "seconds": dict(self.seconds),
-            "rejected": [],
+            "rejected": [], "families": [], "stages": [],
             "batch": self.batch,
             "estimated_bound_s": self.estimated_bound_us * 1e-6,
             "cross_group": {"groups": self.cross.groups, "bytes": self.cross.bytes, "link": self.cross.link,

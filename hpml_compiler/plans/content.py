@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.peak_memory import counted_peak
+from hpml_compiler.plans.pipeline_records import PipelinePlan, StagePlan
 from hpml_compiler.plans.plan_json import FORMAT_VERSION, PlanFile
 from hpml_compiler.plans.record_fields import Mesh, Record
 from hpml_compiler.plans.schema import (
@@ -25,6 +26,7 @@ from hpml_compiler.plans.schema import (
 )
 from passes.hardware.mesh import links_of_axes
 
+STAGES_AXIS = "pp"
 PHASES = ("trace", "annotate", "solve", "rewrite", "compile forward", "compile backward")
 
 
@@ -146,6 +148,9 @@ class PlanContent(PlanFile):
             "seconds": dict.fromkeys(PHASES[:4], 0.0) | self.seconds,
             "unplanned": [part.model_dump(mode="json") for part in self.unplanned],
             "rejected": [attempt.model_dump(mode="json") for attempt in self.rejected],
+            "families": [] if objective != "time" else _families_json(self.mesh, solvers[0].cost if len(solvers) == 1 else None,
+                                                                      self.rejected),
+            "stages": _stages_json(graphs[0].pipeline if graphs else None),
         }
 
 
@@ -170,3 +175,41 @@ def _sum(values: list[Any]) -> Any:
     if any(isinstance(value, str) for value in values):
         return values[0] if len(set(values)) == 1 else None
     return sum(values)
+
+
+def _families_json(mesh: Mapping[str, int], cost_us: float | None, rejected: Sequence[MeshAttempt]) -> list[dict[str, Any]]:
+    """By number of stages, fewest first: the configuration with the least cost, or where none was planned with the least bound,
+    the least bound of all, and why it was not chosen; no reason for the answer's number. mesh, cost_us: of the answer."""
+    found: dict[int, list[MeshAttempt]] = {mesh.get(STAGES_AXIS, 1): []}
+    for each in rejected:
+        found.setdefault(each.mesh.get(STAGES_AXIS, 1), []).append(each)
+    return [_family(stages, dict(mesh) if stages == mesh.get(STAGES_AXIS, 1) else None, cost_us, found[stages])
+            for stages in sorted(found)]
+
+
+def _family(stages: int, chosen: dict[str, int] | None, cost_us: float | None, others: Sequence[MeshAttempt]) -> dict[str, Any]:
+    bounds = [each.bound for each in others if each.bound is not None]
+    bound_s = min(bounds) * 1e-6 if bounds else None
+    if chosen is not None:
+        return {"stages": stages, "mesh": chosen, "cost_s": None if cost_us is None else cost_us * 1e-6, "bound_s": bound_s,
+                "reason": None}
+    best = min(others, key=lambda each: (each.cost is None, each.cost or each.bound or 0.0))
+    return {"stages": stages, "mesh": dict(best.mesh), "cost_s": None if best.cost is None else best.cost * 1e-6,
+            "bound_s": bound_s, "reason": best.reason}
+
+
+def _stages_json(pipeline: PipelinePlan | None) -> list[dict[str, Any]]:
+    """The stages of a pipeline: their blocks, times of a step and bytes by part."""
+    return [] if pipeline is None else [_stage(each, pipeline.microbatches) for each in pipeline.stages]
+
+
+def _stage(stage: StagePlan, microbatches: int) -> dict[str, Any]:
+    kept = stage.kept
+    return {
+        "rank": stage.rank, "blocks": list(stage.blocks),
+        "seconds": {"forward": microbatches * stage.forward_us * 1e-6, "backward": microbatches * stage.backward_us * 1e-6,
+                    "again": stage.again_us * 1e-6},
+        "bytes": {"parameters": stage.parameter_bytes, "resident": stage.resident_bytes,
+                  "saved": stage.saved_bytes * stage.in_flight},
+        "in_flight": stage.in_flight, "saved_values": [] if kept is None else list(kept.saved),
+        "recomputed": [] if kept is None else list(kept.again)}
