@@ -63,8 +63,8 @@ class Options(BaseModel):
         'counts')
     microbatches: int = Field(
         1, ge=1, description="number of microbatches per training step; they run one after another, so that the saved "
-        "activations of one are in memory at a time; results are those of the whole batch; \"auto\" is 1, or as many as a step "
-        "needs that does not fit otherwise")
+        "activations of one are in memory at a time; results are those of the whole batch; \"auto\" is 1 in a run, and left to "
+        "the search in `hpml plan`")
     gather: Literal["auto", "once", "each"] = Field(
         "auto", description='with microbatches, when a sharded parameter is gathered: "once", before the loop over them; or in '
         '"each" microbatch, in forward and again in backward, which takes less memory and more time; "auto" decides by cost')
