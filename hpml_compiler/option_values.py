@@ -1,23 +1,32 @@
 """Types of the options' values, with what parses them."""
 from __future__ import annotations
 
+import math
 import os
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.plans.plan_json import is_mixed, read_plan
 from hpml_compiler.units import (
+    divisors,
     parse_axes,
     parse_budget,
     parse_chunks,
     parse_compression,
     parse_names,
     parse_recompute,
+    parse_rows,
     parse_watts,
 )
+from passes.batch_balance.row_counts import apportioned
 from passes.checkpointing.pinned_recomputation import Recompute
+from passes.errors import BadInput
+from passes.hardware.gradient_compression import EVERY, rank_of
+from passes.hardware.mesh import BETWEEN
 
 OptimizerOption = Literal["auto", "adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
 OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
@@ -31,9 +40,6 @@ OPTIMIZER_STATES: dict[OptimizerName, int] = {
 
 
 def _path_text(value: object) -> object:
-    if isinstance(value, MixedPlan):
-        raise ValueError("a MixedPlan (groups of different devices) cannot be run yet: give the plan of one group, "
-                         "MixedPlan.groups[...].plan, on the devices of that group")
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -52,5 +58,113 @@ LossChunks = Annotated[Chunks, BeforeValidator(parse_chunks)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 RecomputeByBlock = Annotated[dict[str, Recompute], BeforeValidator(parse_recompute)]
 Compression = Annotated[dict[str, str], BeforeValidator(parse_compression)]
+Rows = Annotated[dict[str, tuple[int, ...]] | Literal["even", "whole"], BeforeValidator(parse_rows)]
 Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
-PlanOrPath = Annotated[str | Plan, BeforeValidator(_path_text)]
+PlanOrPath = Annotated[str | Plan | MixedPlan, BeforeValidator(_path_text)]
+
+
+def check_mesh(mesh: Mapping[str, int], world_size: int) -> None:
+    """Check that a mesh multiplies to the number of ranks. Raises BadInput."""
+    if math.prod(mesh.values()) == world_size:
+        return
+    total = math.prod(mesh.values())
+    fitting = [f"{name}={world_size * size // total}" for name, size in mesh.items()
+               if world_size * size % total == 0]
+    changes = [f"set {each}" for each in fitting] + [f"start {total} ranks", "leave the mesh to the solver"]
+    if "pp" in mesh:
+        changes.append(f"take a pp that divides {world_size} ({', '.join(map(str, divisors(world_size)[:12]))})")
+    raise BadInput(what=f"the mesh {mesh} multiplies to {total}, but there are {world_size} ranks",
+                   where="options['mesh']", next_step=", or ".join(changes))
+
+
+def _check_recompute(recompute: Mapping[str, str], others: Mapping[str, Any]) -> None:
+    if recompute and others.get("memory_budget") is not None:
+        raise ValueError("it is pinned together with memory_budget, under which hpml decides by cost what is recomputed: "
+                         "give one of the two")
+
+
+def _check_zero(zero: str | int, others: Mapping[str, Any]) -> None:
+    gather = others.get("gather", "auto")
+    if zero == 3 and gather == "once" or zero in (0, 1, 2) and gather == "each":
+        how = "gathers parameters in each forward and backward" if zero == 3 else "gathers a parameter at most once a step"
+        raise ValueError(f'zero={zero} {how}, but gather is pinned to "{gather}": leave one of the two out')
+
+
+def _check_offload(offload: str, others: Mapping[str, Any]) -> None:
+    if offload == "saved" and others.get("memory_budget") is None:
+        raise ValueError("offloading saved activations needs a memory_budget: set one")
+
+
+def _check_stages(value: str | int, others: Mapping[str, Any]) -> None:
+    if (others.get("mesh") or {}).get("pp", 1) == 1 and value not in ("auto", 1):
+        raise ValueError('needs pipeline stages: add the axis pp to the mesh, as in "mesh": {"pp": 2}')
+
+
+def _check_compress(compress: Mapping[str, str], others: Mapping[str, Any]) -> None:
+    if unknown := sorted(set(compress) - {*(others.get("mesh") or compress), EVERY, BETWEEN} | {"pp"} & set(compress)):
+        raise ValueError(f"no gradients are reduced along {unknown[0]!r}: name another axis of the mesh")
+    may_hold = (1, 2) if others.get("memory_budget") is None else (1, 2, "auto")
+    if others.get("zero") in may_hold and any(map(rank_of, compress.values())):
+        raise ValueError("PowerSGD needs parameters that are not gathered once a step: pin zero to 0 or 3")
+
+
+def _check_rows(rows: Mapping[str, tuple[int, ...]] | str, others: Mapping[str, Any]) -> None:
+    if isinstance(rows, str):
+        return
+    mesh = others.get("mesh") or {}
+    for axis, counts in rows.items():
+        if mesh.get(axis) != len(counts):
+            raise ValueError(f"it has {len(counts)} numbers of rows for the axis {axis!r}, but the mesh is "
+                             f'{mesh or "not set"}: pin the axis, as in "mesh": {{{axis!r}: {len(counts)}}}')
+        if axis == "tp":
+            raise ValueError("the axis 'tp' does not split the batch: give the rows along dp")
+    if mesh.get("pp", 1) > 1 or others.get("microbatches", 1) > 1:
+        raise ValueError("pipeline stages and microbatches need equal numbers of rows on all ranks: leave rows out, or use a "
+                         "mesh without pp, and 1 microbatch")
+
+
+CHECKS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
+    "rows": _check_rows, "recompute": _check_recompute, "zero": _check_zero, "offload": _check_offload,
+    "schedule": _check_stages, "virtual_stages": _check_stages, "compress": _check_compress,
+}
+"""By option, the check of its value against the options before it. They raise ValueError."""
+
+
+def plan_of_mesh(plan: str | Plan | MixedPlan | None) -> Plan | None:
+    """The plan that an option names, as a value or by the path of its file. Raises BadInput, also for a mixed plan."""
+    if isinstance(plan, MixedPlan):
+        raise BadInput("this is a mixed plan (groups of different devices), not the plan of a mesh", "options['plan']",
+                       "run it on all its devices, or take the plan of a group, MixedPlan.groups[...].plan")
+    return Plan.load(plan) if isinstance(plan, str) else plan
+
+
+def mixed_plan_of(plan: object) -> MixedPlan | None:
+    """The mixed plan that an option names, as a value or by the path of its file, if it is one. Raises BadInput."""
+    if not isinstance(plan, str):
+        return plan if isinstance(plan, MixedPlan) else None
+    text = read_plan(plan)
+    return MixedPlan.from_json(text, plan) if is_mixed(text) else None
+
+
+def mesh_and_rows(plan: MixedPlan, world_size: int) -> dict[str, Any]:
+    """Options by which ranks run a mixed plan: one mesh over all groups, each with its rows, as even as possible on its ranks.
+
+    Axes that were pinned beside dp are the inner ones in every group. Raises BadInput.
+    """
+    pinned: Any = plan.options.get("mesh") or {}
+    inner = {name: size for name, size in pinned.items() if name != "dp"}
+    where, rows = f"mixed plan for {plan.cluster}", list[int]()
+    if plan.world_size != world_size:
+        raise BadInput(f"the plan is for {plan.world_size} ranks, but there are {world_size}", where,
+                       "start as many ranks as the groups have devices, group by group")
+    if inner.get("pp", 1) > 1 or plan.options.get("microbatches", 1) != 1:
+        raise BadInput("the plan has pipeline stages or microbatches, which need equal numbers of rows on all ranks", where,
+                       "plan without pp and microbatches")
+    for group in plan.groups:
+        ranks = group.devices // math.prod(inner.values())
+        if group.rows < ranks:
+            raise BadInput(f"the group {group.cluster} has {group.rows} rows for {ranks} ranks along dp", where,
+                           "give the group more rows, pin an axis tp beside dp, or run without the group's devices")
+        rows += apportioned(group.rows, (1,) * ranks)
+    budget = {} if (given := plan.options.get("memory_budget")) is None else {"memory_budget": given}
+    return {"mesh": {"dp": len(rows), **inner}, "rows": {"dp": tuple(rows)}, **budget}

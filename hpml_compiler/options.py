@@ -1,13 +1,13 @@
 """Options shared by the backend, `hpml_compiler.plan` and the command line, with their validation."""
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo, field_validator
 
 from hpml_compiler.option_values import (
+    CHECKS,
     OPTIMIZER_STATES,
     AxisSizes,
     Budget,
@@ -21,17 +21,21 @@ from hpml_compiler.option_values import (
     OptimizerOption,
     PlanOrPath,
     RecomputeByBlock,
+    Rows,
     Watts,
     ZeroLevel,
+    check_mesh,
+    mesh_and_rows,
+    mixed_plan_of,
+    plan_of_mesh,
 )
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plan_api.options_of_plan import made_with
 from hpml_compiler.plans.schema import Objective
 from hpml_compiler.plans.validation_errors import describe_errors, did_you_mean
-from hpml_compiler.units import divisors, in_mesh_order
+from hpml_compiler.units import in_mesh_order
 from passes.errors import BadInput
-from passes.hardware.gradient_compression import EVERY, rank_of
-from passes.hardware.mesh import BETWEEN
+from passes.json_records import FrozenMap
 from passes.pipeline.schedule_orders import ScheduleName
 
 
@@ -65,6 +69,10 @@ class Options(BaseModel):
         1, ge=1, description="number of microbatches per training step; they run one after another, so that the saved "
         "activations of one are in memory at a time; results are those of the whole batch; \"auto\" is 1 in a run, and left to "
         "the search in `hpml plan`")
+    rows: Rows = Field(
+        "even", description='rows of the batch for each rank along a mesh axis, such as {"dp": [5, 3]}; batches of other sizes '
+        'are split in the same proportions; "even": as even as possible, also where the ranks do not divide the batch; '
+        '"whole": every rank runs all rows of such a batch')
     gather: Literal["auto", "once", "each"] = Field(
         "auto", description='with microbatches, when a sharded parameter is gathered: "once", before the loop over them; or in '
         '"each" microbatch, in forward and again in backward, which takes less memory and more time; "auto" decides by cost')
@@ -143,46 +151,11 @@ class Options(BaseModel):
     def _in_order(cls, mesh: dict[str, int] | None, others: ValidationInfo) -> dict[str, int] | None:
         return in_mesh_order(mesh, others.data.get("mesh_order"))
 
-    @field_validator("recompute")
+    @field_validator(*CHECKS)
     @classmethod
-    def _without_a_budget(cls, recompute: dict[str, str], others: ValidationInfo) -> dict[str, str]:
-        if recompute and others.data.get("memory_budget") is not None:
-            raise ValueError("it is pinned together with memory_budget, under which hpml decides by cost what is recomputed: "
-                             "give one of the two")
-        return recompute
-
-    @field_validator("zero")
-    @classmethod
-    def _as_gathered(cls, zero: str | int, others: ValidationInfo) -> str | int:
-        gather = others.data.get("gather", "auto")
-        if zero == 3 and gather == "once" or zero in (0, 1, 2) and gather == "each":
-            how = "gathers parameters in each forward and backward" if zero == 3 else "gathers a parameter at most once a step"
-            raise ValueError(f'zero={zero} {how}, but gather is pinned to "{gather}": leave one of the two out')
-        return zero
-
-    @field_validator("offload")
-    @classmethod
-    def _for_a_budget(cls, offload: str, others: ValidationInfo) -> str:
-        if offload == "saved" and others.data.get("memory_budget") is None:
-            raise ValueError("offloading saved activations needs a memory_budget: set one")
-        return offload
-
-    @field_validator("schedule", "virtual_stages")
-    @classmethod
-    def _with_stages(cls, value: Any, others: ValidationInfo) -> Any:
-        if (others.data.get("mesh") or {}).get("pp", 1) == 1 and value not in ("auto", 1):
-            raise ValueError('needs pipeline stages: add the axis pp to the mesh, as in "mesh": {"pp": 2}')
+    def _with_others(cls, value: Any, others: ValidationInfo) -> Any:
+        CHECKS[others.field_name or ""](value, others.data)
         return value
-
-    @field_validator("compress")
-    @classmethod
-    def _along_axes(cls, compress: dict[str, str], others: ValidationInfo) -> dict[str, str]:
-        if unknown := sorted(set(compress) - {*(others.data.get("mesh") or compress), EVERY, BETWEEN} | {"pp"} & set(compress)):
-            raise ValueError(f"no gradients are reduced along {unknown[0]!r}: name another axis of the mesh")
-        may_hold = (1, 2) if others.data.get("memory_budget") is None else (1, 2, "auto")
-        if others.data.get("zero") in may_hold and any(map(rank_of, compress.values())):
-            raise ValueError("PowerSGD needs parameters that are not gathered once a step: pin zero to 0 or 3")
-        return compress
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | Options | None) -> Options:
@@ -209,6 +182,13 @@ class Options(BaseModel):
     def stage_ranks(self) -> int:
         """Number of pipeline ranks: the size of the mesh axis pp."""
         return (self.mesh or {}).get("pp", 1)
+
+    @property
+    def row_weights(self) -> FrozenMap[str, tuple[int, ...]] | None:
+        """Proportions of the ranks' numbers of rows by axis, equal by default; None where only equal numbers are possible."""
+        if self.rows == "whole" or self.microbatches > 1 or self.stage_ranks > 1:
+            return None
+        return FrozenMap({} if isinstance(self.rows, str) else self.rows)
 
     @property
     def shards_outputs(self) -> bool:
@@ -259,12 +239,14 @@ class Options(BaseModel):
         return self.offload in (part, "all")
 
     def load_plan(self) -> Plan | None:
-        """The plan to use, read from its file if a path was given. Raises BadInput."""
-        return Plan.load(self.plan) if isinstance(self.plan, str) else self.plan
+        """The plan to use, read from its file if a path was given. Raises BadInput, also for a mixed plan: see `with_plan`."""
+        return plan_of_mesh(self.plan)
 
     def with_plan(self, world_size: int) -> Options:
         """These options with `plan` loaded from its file. If the plan is for `world_size` ranks, its budget, microbatches and
-        stages apply where these options do not set them. Raises BadInput."""
+        stages apply where these options do not set them. Of a mixed plan, only the mesh and rows apply. Raises BadInput."""
+        if (mixed := mixed_plan_of(self.plan)) is not None:
+            return Options.parse(mesh_and_rows(mixed, world_size) | self.model_dump(exclude={"plan"}, exclude_unset=True))
         given = self.load_plan()
         if given is None:
             return self
@@ -276,16 +258,8 @@ class Options(BaseModel):
 
     def check_mesh(self, world_size: int) -> None:
         """Check that a pinned mesh multiplies to the number of ranks. Raises BadInput."""
-        if self.mesh is None or math.prod(self.mesh.values()) == world_size:
-            return
-        total = math.prod(self.mesh.values())
-        fitting = [f"{name}={world_size * size // total}" for name, size in self.mesh.items()
-                   if world_size * size % total == 0]
-        changes = [f"set {each}" for each in fitting] + [f"start {total} ranks", "leave the mesh to the solver"]
-        if "pp" in self.mesh:
-            changes.append(f"take a pp that divides {world_size} ({', '.join(map(str, divisors(world_size)[:12]))})")
-        raise BadInput(what=f"the mesh {self.mesh} multiplies to {total}, but there are {world_size} ranks",
-                       where="options['mesh']", next_step=", or ".join(changes))
+        if self.mesh is not None:
+            check_mesh(self.mesh, world_size)
 
     def to_json(self) -> dict[str, JsonValue]:
         """The options that differ from their defaults, as plain JSON, for the record in a plan. Leaves out the plan itself and

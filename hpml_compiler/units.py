@@ -134,6 +134,21 @@ def in_mesh_order(mesh: Mapping[str, int] | None, order: Sequence[str] | None) -
     return {name: mesh[name] for name in names}
 
 
+def parse_rows(value: object) -> object:
+    """Numbers of rows by axis, with tuples for lists; a text such as "dp=5+3" is split. Other values are returned unchanged."""
+    if isinstance(value, str) and "=" in value:
+        pairs = (each.partition("=") for each in value.split(","))
+        value = {axis.strip(): [int(row) if row.strip().isdigit() else row for row in rows.split("+")]
+                 for axis, _, rows in pairs}
+    if not isinstance(value, Mapping):
+        return value
+    for axis, rows in value.items():
+        if not isinstance(rows, (list, tuple)) or not rows or any(type(row) is not int or row < 1 for row in rows):
+            raise ValueError(f"the rows of axis {axis!r} are {rows!r}: give a positive number of rows for each rank along it, "
+                             'such as {"dp": [5, 3]}')
+    return {axis: tuple(rows) for axis, rows in value.items()}
+
+
 def parse_chunks(value: object) -> object:
     """A number of chunks, or "auto". Raises ValueError."""
     if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

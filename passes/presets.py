@@ -205,6 +205,8 @@ def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forwar
     bucket has reductions of two blocks. outside: inputs that the caller of the graph passes already sliced, per
     `batch_slices_of`. chunks: of the loss.
     """
+    if isinstance(chunks, str) and any(axis.rows for axis in decision.axes):
+        chunks = 1  # ranks with unequal rows would choose different numbers, and wait for each other in vain
     passes: list[Pass] = [
         AdoptPlacements(decision), Shard(groups, at_run_time=compiler == "inductor"), LowRankGradients(),
         Deduplicate(),

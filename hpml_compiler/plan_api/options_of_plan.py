@@ -12,6 +12,8 @@ def made_with(plan: Plan) -> dict[str, Any]:
     for graph in plan.step_graphs:
         if graph.kept is not None:
             found["memory_budget"] = graph.kept.budget_bytes
+        if graph.rows_by_rank:
+            found["rows"] = dict(graph.rows_by_rank)
         if graph.microbatches is not None:
             found["microbatches"] = graph.microbatches.count
         if (pipe := graph.pipeline) is not None:

@@ -214,7 +214,6 @@ class BlocksReport(Record):
 
 class GraphPlan(Record):
     """The plan of one joint graph.
-
     `parameters` lists every parameter of the model, also of layers whose operations are not listed.
     `multiplicity[class_id]`: how many times in the whole model each *listed* operation of that class runs: 1 (or no entry)
     where every layer's nodes are listed, 32 where one layer is listed for 32. So the time of a step is the sum of
@@ -222,7 +221,7 @@ class GraphPlan(Record):
     `tangents`: bytes of the gradients that backward receives, one for each differentiable output; autograd passes zeros for
     outputs that the loss does not depend on.
     `outputs`: operations whose results, besides the loss, are returned sharded, and their placements.
-    `rows`: batch size (dim 0) where the batch's tensors agree on it; None if they do not or it is unknown.
+    `rows`: batch size (dim 0) where the batch's tensors agree on it, else None; `rows_by_rank`: by axis, where unequal.
     `frame`: the code that the graph was compiled from, "" if it is unknown; recompiled graphs have the same frame.
     `kept`: activation checkpointing, where it was decided under a memory budget; else None.
     `microbatches`: the split of the batch into microbatches, if there is one. Operations and redistributions are listed
@@ -251,6 +250,7 @@ class GraphPlan(Record):
     outputs: dict[str, Placements] = Field(default_factory=dict)
     tangents: dict[str, Count] = Field(default_factory=dict)
     rows: Annotated[int, Field(ge=0)] | None = None
+    rows_by_rank: dict[str, Shape] = Field(default_factory=dict)
     frame: str = ""
     kept: CheckpointingPlan | None = None
     microbatches: MicrobatchPlan | None = None

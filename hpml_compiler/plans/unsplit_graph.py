@@ -29,7 +29,8 @@ def _reason(record: GraphPlan) -> str:
     axes = " or ".join(map(str, dict.fromkeys(sizes)))
     whole = {each.name: each.reason for each in record.left_whole}
     blocked = [name for name in record.parameters if name in whole]
-    rows, rows_fit = record.rows, record.rows is not None and any(record.rows % size == 0 for size in sizes)
+    rows, alike = record.rows, record.microbatches is not None  # which need as many rows on each rank
+    rows_fit = rows is not None and any(rows >= size and not (alike and rows % size) for size in sizes)
     found = []
     if rows is None:
         found.append("its inputs have no common number of rows")

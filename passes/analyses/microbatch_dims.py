@@ -7,12 +7,11 @@ positions and tables, cannot be split along the inner factor, so that all microb
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from passes.analyses.dim_factors import Place
 from passes.errors import BadInput
-from passes.graph.placement_graph import Operation, Value
+from passes.graph.placement_graph import Operation, Value, common_rows
 from passes.op_rules.base import PARTIAL_MAX, Rule, Strategy
 
 log = logging.getLogger("hpml")
@@ -22,12 +21,6 @@ Seed = tuple[int, int, int]
 def rows_of(values: Sequence[Value]) -> int:
     """Rows of the batch in a graph's inputs."""
     return common_rows(v.spec.shape for v in values if v.kind == "batch")
-
-
-def common_rows(shapes: Iterable[Sequence[int]]) -> int:
-    """The most frequent size of dim 0 among data inputs; 0 without such inputs."""
-    sizes = Counter(int(shape[0]) for shape in shapes if len(shape))  # a known size, even if it is a symbol
-    return sizes.most_common(1)[0][0] if sizes else 0
 
 
 def most_that_fit(rows: int, microbatches: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from passes.graph.placement_graph import Value
-from passes.hardware.axis import Axes
+from passes.hardware.axis import Axes, Axis
 from passes.op_rules.base import REPLICATE, Placement, format_placement, parse_placement
 
 Layout = tuple[Placement, ...]
@@ -55,13 +55,16 @@ def layouts_of_stored(values: Sequence[Value], stored: Mapping[str, StoredLayout
     return {name: layout for name, layout in found.items() if layout is not None}
 
 
-def may_stay_sharded(placement: Placement) -> bool:
-    """True if a graph output may keep this placement on an axis: replicated, or contiguous shards of a dim."""
-    return placement == REPLICATE or (isinstance(placement, tuple) and placement[1] == 0)
+def may_stay_sharded(value: Value, placement: Placement, axis: Axis) -> bool:
+    """True if a graph output may keep this placement on an axis: replicated, or contiguous shards of a dim, of equal sizes."""
+    return placement == REPLICATE or (
+        isinstance(placement, tuple) and placement[1] == 0 and not is_unequal(value, placement, axis))
 
 
 def legal(value: Value, layout: Layout, axes: Axes) -> bool:
     """True if the axes divide every factor that they split."""
+    if any(axis.rows for axis in axes):
+        return _legal_with_rows(value, layout, axes)
     split: dict[tuple[int, int], int] = {}
     for p, axis in zip(layout, axes):
         if isinstance(p, tuple):
@@ -69,22 +72,47 @@ def legal(value: Value, layout: Layout, axes: Axes) -> bool:
     return all(value.factors[d][k] % n == 0 for (d, k), n in split.items())
 
 
-def local_shape(value: Value, layout: Layout, axes: Axes) -> tuple[int, ...]:
-    """Shape of one rank's shard of a value, in a layout that is `legal`."""
-    shape = list(value.spec.shape)
+def _legal_with_rows(value: Value, layout: Layout, axes: Axes) -> bool:
+    """The same where ranks have unequal rows. Parameters are stored in equal shards, so none is split along the batch then."""
+    sizes: dict[tuple[int, int], set[int]] = {}
     for p, axis in zip(layout, axes):
+        if not isinstance(p, tuple):
+            continue
+        of_batch = p in value.batch
+        if of_batch and axis.rows and value.kind == "parameter":
+            return False
+        parts = [axis.parts(size, of_batch) for size in sizes.get(p, {value.factors[p[0]][p[1]]})]
+        if not all(parts):
+            return False
+        sizes[p] = {size for each in parts for size in each}
+    return True
+
+
+def is_unequal(value: Value, placement: Placement, axis: Axis) -> bool:
+    """True if the ranks along an axis have shards of different sizes in this placement."""
+    return isinstance(placement, tuple) and bool(axis.rows) and placement in value.batch
+
+
+def local_shape(value: Value, layout: Layout, axes: Axes, at: Sequence[int] = ()) -> tuple[int, ...]:
+    """Shape of one rank's shard of a value, in a layout that is `legal`. at: the rank's coordinates; by default those of the
+    rank with most rows."""
+    shape = list(value.spec.shape)
+    for k, (p, axis) in enumerate(zip(layout, axes)):
         if isinstance(p, tuple):
-            shape[p[0]] //= axis.size
+            shape[p[0]] = axis.part(shape[p[0]], p in value.batch, at[k] if at else None)
     return tuple(shape)
 
 
 def local_bytes(value: Value, layout: Layout, axes: Axes) -> float:
-    """Bytes of one rank's shard."""
+    """Bytes of one rank's shard, the largest where ranks have unequal rows."""
     share = 1
+    more = 1.0
     for p, axis in zip(layout, axes):
         if isinstance(p, tuple):
             share *= axis.size
-    return value.bytes / share
+            if axis.rows and p in value.batch:
+                more *= axis.share() * axis.size
+    return value.bytes / share * more
 
 
 def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:

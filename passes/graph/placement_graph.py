@@ -6,7 +6,8 @@ holds no FX node and no tensor, so that it can be built by hand in tests.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -93,6 +94,11 @@ class PlacementGraph:
         """Parameters as operations read them: as they are stored, or through views and casts."""
         return self.seen_as(v.index for v in self.values if v.kind == "parameter")
 
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the batch in its inputs; 0 without any."""
+        return common_rows(v.spec.shape for v in self.values if v.kind == "batch")
+
     def seen_as(self, values: Iterable[int]) -> set[int]:
         """These values, and the results of views and casts of them."""
         found = set(values)
@@ -103,6 +109,12 @@ class PlacementGraph:
 
     def __repr__(self) -> str:
         return f"PlacementGraph({len(self.operations)} operations, {len(self.values)} values)"
+
+
+def common_rows(shapes: Iterable[Sequence[int]]) -> int:
+    """The most frequent size of dim 0 among data inputs; 0 without such inputs."""
+    sizes = Counter(int(shape[0]) for shape in shapes if len(shape))  # a known size, even if it is a symbol
+    return sizes.most_common(1)[0][0] if sizes else 0
 
 
 def block_class(block: str) -> str:

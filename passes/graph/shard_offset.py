@@ -15,7 +15,11 @@ class ShardOffset:
 
     count: int
     strides: tuple[tuple[str, int], ...]
+    first: int | None = None
+    """The offset of this rank, where shards have different sizes; `strides` is empty then."""
 
     def at(self, coordinates: Mapping[str, int]) -> int:
         """The offset of one rank. coordinates: by the name of the process group."""
+        if self.first is not None:
+            return self.first
         return self.count * sum(coordinates[name] * stride for name, stride in self.strides)

@@ -17,12 +17,37 @@ class AxisKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """compression: of gradients that are reduced along the axis (`passes.hardware.gradient_compression`); "" is none."""
+    """compression: of gradients that are reduced along the axis (`passes.hardware.gradient_compression`); "" is none. rows: of
+    the batch, by coordinate along the axis, where they are unequal. Dims that stem from the batch are split in proportion to
+    them, all others evenly."""
 
     name: str
     size: int
     kind: AxisKind = AxisKind.DEVICES
     compression: str = ""
+    rows: tuple[int, ...] = ()
+
+    def parts(self, size: int, of_batch: bool) -> tuple[int, ...]:
+        """The sizes of the parts of a dim, by coordinate; () if it cannot be split like this."""
+        if not self.rows or not of_batch:
+            return () if size % self.size else (size // self.size,) * self.size
+        total = sum(self.rows)
+        return tuple(size * each // total for each in self.rows) if all(size * each % total == 0 for each in self.rows) else ()
+
+    def part(self, size: int, of_batch: bool, coordinate: int | None = None) -> int:
+        """The size of one part of a dim that can be split; by default of the largest."""
+        if not self.rows or not of_batch:
+            return size // self.size
+        return size * (max(self.rows) if coordinate is None else self.rows[coordinate]) // sum(self.rows)
+
+    def share(self, of_batch: bool = True) -> float:
+        """Fraction of a split dim in the largest part."""
+        return max(self.rows) / sum(self.rows) if self.rows and of_batch else 1 / self.size
+
+    @property
+    def fullest(self) -> int:
+        """The first coordinate with most rows."""
+        return self.rows.index(max(self.rows)) if self.rows else 0
 
 
 def time_axis(microbatches: int) -> Axis:

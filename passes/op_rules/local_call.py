@@ -55,8 +55,13 @@ class LocalCall:
     strides: tuple[tuple[int, ...], ...] = ()
     """Strides of the whole operands; only ops that address memory rather than dims need them."""
 
-    def ratio(self, dim: int) -> int:
-        return self.global_shapes[0][dim] // max(self.local_shapes[0][dim], 1)
+    def is_split(self, dim: int) -> bool:
+        """True if a dim of the first result is split."""
+        return self.local_shapes[0][dim] != self.global_shapes[0][dim]
+
+    def local(self, size: int, dim: int) -> int:
+        """A number of elements of a whole dim, as part of a local one: split as that dim of the first result is."""
+        return size * self.local_shapes[0][dim] // self.global_shapes[0][dim]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         if position < len(self.args):

@@ -36,6 +36,7 @@ def test_defaults():
 
 def test_to_json_gives_the_same_options_again():
     options = Options.parse({"mesh": {"tp": 2, "dp": 4}, "memory_budget": "1GiB", "gap": 0, "compiler": "eager",
+                             "rows": "dp=3+2+2+1",
                              "mesh_order": ["tp", "dp"], "solver_options": {"threads": 1}, "optimizer": "sgd"})
     assert Options.parse(options.to_json()) == options
     assert options.to_json()["memory_budget"] == 2**30
@@ -82,6 +83,14 @@ def test_optimizer_states_are_those_torch_keeps():
     ({"mesh": {"d p": 2}}, "'d p' is not the name"),
     ({"mesh": {}}, "has no axis"),
     ({"mesh": "2x2"}, "mesh"),
+    ({"rows": {"dp": [5, 3]}}, "the mesh is not set"),
+    ({"rows": {"dp": [5, 3]}, "mesh": {"dp": 4}}, "2 numbers of rows for the axis 'dp'"),
+    ({"rows": {"dp": [8, 0]}, "mesh": {"dp": 2}}, "a positive number of rows for each rank"),
+    ({"rows": "dp=5+x", "mesh": {"dp": 2}}, "a positive number of rows for each rank"),
+    ({"rows": {"tp": [5, 3]}, "mesh": {"tp": 2}}, "give the rows along dp"),
+    ({"rows": {"dp": [5, 3]}, "mesh": {"dp": 2}, "microbatches": 2}, "equal numbers of rows"),
+    ({"rows": {"dp": [5, 3]}, "mesh": {"dp": 2, "pp": 2}}, "equal numbers of rows"),
+    ({"rows": "odd"}, "'even' or 'whole'"),
     ({"gap": -0.1}, "gap"),
     ({"gap": True}, "gap"),
     ({"zero": 4}, "zero"),

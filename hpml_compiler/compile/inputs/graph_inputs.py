@@ -52,7 +52,7 @@ class GraphInputs:
     """
 
     def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options) -> None:
-        self._given = given
+        self._given, self._options = given, options
         self.rows: set[int] = set()
         self.gathered: set[int] = set()
         self.written: set[int] = set()
@@ -120,9 +120,16 @@ class GraphInputs:
         annotated = annotate(gm, self.described, forward_outputs, microbatches, leaves)
         mesh, world = device_axes(self.mesh or {}), device_axes({"world": world_size()})
         views = list(inputs_that_do_not_fit(annotated, mesh, self.rows, world))
+        if self.rows and self._rows_may_be_unequal(annotated.graph.rows):
+            views += sorted(self.rows - {*views})
         for position in views:
             self._take_whole(position)
         return annotate(gm, self.described, forward_outputs, microbatches, leaves) if views else annotated
+
+    def _rows_may_be_unequal(self, rows: int) -> bool:
+        """True if ranks may compute other numbers of rows than they store of a distributed batch."""
+        weights = self._options.row_weights
+        return weights is not None and (bool(weights) or rows % world_size() > 0)
 
     def _take_whole(self, position: int) -> None:
         """Gather an input: the graph mutates it and returns the full new value, or returns a view of it, which AOTAutograd

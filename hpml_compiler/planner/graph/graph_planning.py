@@ -70,8 +70,9 @@ def plan_graph(
         capped, options.objective, budget_bytes, options.optimizer_states,
         measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
         solver=solver_options(options), zero=zero_of(options, _holds(given or options.load_plan())),
-        rows=rows, shorter=shorter, further=further, lifetimes=lifetimes, resident_states=options.resident_states,
-        memos=memos, allowance=allowance or WorkLimit(options.time_limit), compression=FrozenMap(options.compress),
+        rows=rows, weights=options.row_weights, shorter=shorter, further=further, lifetimes=lifetimes,
+        resident_states=options.resident_states, memos=memos, allowance=allowance or WorkLimit(options.time_limit),
+        compression=FrozenMap(options.compress),
         local_ranks=None if options.cluster is not None or not dist.is_initialized() else measured_costs.local_ranks(),
     )
 

@@ -87,7 +87,8 @@ class DryRun:
     def problem(self, planned: PlanResult, ahead: bool = True) -> CheckpointProblem:
         """The rewritten graph's problem. ahead: with all-gathers that overlap the previous block, which take more memory."""
         step, gm, axes = self.step, copy_graph(self.step.annotated.gm), device_axes(planned.mesh)
-        groups = MeshGroups(axes, (0,) * len(axes), tuple(f"trial_{axis.name}" for axis in axes))
+        fullest = tuple(axis.fullest for axis in planned.decision.axes)
+        groups = MeshGroups(axes, fullest, tuple(f"trial_{axis.name}" for axis in axes))
         share, name, builder = self.sharing.share_of(self.memory(planned)), planned.record.name, self.builder(planned, groups)
         if self.times is not None:
             loop = loop_of(gm, step.annotated.graph, planned.decision, self.times, groups, step.outputs, step.kept_gradients,

@@ -94,7 +94,7 @@ def graph_plan(annotated: AnalyzedGraph, mesh: Mesh, answer: MeshPlacement, *, n
         },
         tangents={graph.values[v].name: round(local_bytes(graph.values[v], layout, answer.decision.axes))
                   for v, layout in answer.decision.inputs.items() if graph.values[v].kind == "tangent"},
-        rows=_rows(graph),
+        rows=_rows(graph), rows_by_rank={axis.name: axis.rows for axis in answer.decision.axes if axis.rows},
         outputs=_outputs(annotated, answer, listed),
     )
 

@@ -28,8 +28,8 @@ def distribute(loader: Iterable[Any], rows: WhoseRows | None = None, pad: Paddin
 
     rows="same": every rank iterates the same batches in the same order, as a script written for one device does (a seed
     before a shuffling loader), and each takes its share of the rows. Checked by checksum on the first batches of each
-    iteration and occasionally later. A tensor whose first dim is not divisible by the number of ranks stays whole on every
-    rank, with a warning.
+    iteration and occasionally later. A tensor whose first dim is not divisible by the number of ranks is stored whole
+    on every rank, with a warning; a graph then computes an unequal share of its rows on each.
     rows="own": every rank iterates rows of its own, as a script written for DDP does. The global batch is the concatenation
     of all of them in order of ranks, so losses and gradients are those of all rows, also where the last batches or the
     numbers of batches differ. All tensors of a batch have one row per sample.
@@ -206,8 +206,8 @@ class _BatchSlicer:
             return shard_batch(tensor, mesh)
         if tensor.dim() and not self.warned:
             self.warned = True
-            log.warning("a tensor with %d rows is replicated, since %d ranks do not divide it; use a batch size that is a "
-                        "multiple of the ranks, and drop_last=True", tensor.shape[0], mesh.size())
+            log.warning("a tensor with %d rows is stored whole on every rank, since %d ranks do not divide it; use a batch "
+                        "size that is a multiple of the ranks, and drop_last=True", tensor.shape[0], mesh.size())
         return tensor
 
 

@@ -74,7 +74,7 @@ def _from_asked(call: LocalCall, insert: Insert, positions: Node, step: int) -> 
     """Shift positions of the first rank to this rank's."""
     begin = call.ordered[0].asked(insert, positions.meta["val"].device)
     if isinstance(begin, int):
-        return positions
+        return insert(aten.add.Tensor, positions, begin * step) if begin else positions
     return insert(aten.add.Tensor, positions, begin if step == 1 else insert(aten.mul.Tensor, begin, step))
 
 

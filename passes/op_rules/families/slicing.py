@@ -73,14 +73,14 @@ def _local_window(first: int) -> Callable[[LocalCall, Insert], Node]:
     """Local call of slice and slice_scatter; `first` is the position of dim among the arguments."""
     def local(call: LocalCall, insert: Insert) -> Node:
         dim = call.argument(first, "dim", 0) % len(call.global_shapes[0])
-        ratio = call.ratio(dim)
-        if ratio <= 1:
+        if not call.is_split(dim):
             return call.unchanged(insert)
         size = int(call.args[0].meta["val"].shape[dim])
         step = call.argument(first + 3, "step", 1)
-        start, stop, _ = slice(call.argument(first + 1, "start"), call.argument(first + 2, "end"), step).indices(size * ratio)
+        start, stop, _ = slice(call.argument(first + 1, "start"), call.argument(first + 2, "end"), step).indices(
+            size * call.global_shapes[0][dim] // call.local_shapes[0][dim])
         # Of every `step` elements one: the same one. Of a run of blocks: the same blocks, each a part of the whole one.
-        bounds = (start, size) if step > 1 else (start // ratio, stop // ratio)
+        bounds = (start, size) if step > 1 else (call.local(start, dim), call.local(stop, dim))
         return insert(call.target, *call.args[:first], dim, *bounds, step)
 
     return local
@@ -102,9 +102,9 @@ def slice_scatter(call: Call) -> Rule:
 
 def _local_split(call: LocalCall, insert: Insert) -> Node:
     dim = call.argument(2, "dim", 0) % len(call.global_shapes[0])
-    ratio = call.ratio(dim)
     sizes = call.args[1]
-    return insert(call.target, call.args[0], sizes // ratio if isinstance(sizes, int) else [s // ratio for s in sizes], dim)
+    return insert(call.target, call.args[0], call.local(sizes, dim) if isinstance(sizes, int) else [
+        call.local(size, dim) for size in sizes], dim)
 
 
 @rule(aten.split.Tensor, aten.split_with_sizes.default, view="part", local=_local_split)

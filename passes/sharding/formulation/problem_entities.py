@@ -185,8 +185,9 @@ class ProblemEntities:
         maker = self.wiring.maker(value.index)
         made = [self.whole] if maker is None else self.layouts_supplied(
             (self.of_group[maker.index], maker.outputs.index(value.index)))
-        layouts = dict.fromkeys([*(tuple(p if may_stay_sharded(p) else REPLICATE for p in layout) for layout in made),
-                                 self.whole])
+        layouts = dict.fromkeys([*(
+            tuple(p if may_stay_sharded(value, p, axis) else REPLICATE for p, axis in zip(layout, self.axes))
+            for layout in made), self.whole])
         self.of_unread[value.index] = self._count(("unread", value.index),
                                                   lambda: EntityDraft(f"output:{value.name}", "output", [
             entity_choice(0.0, self.lifetimes.nothing(), (p,), (p,) * (tangent is not None)) for p in layouts]))

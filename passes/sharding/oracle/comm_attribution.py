@@ -90,7 +90,8 @@ class CommAttribution:
 
     def _wanted(self, v: int, route: Route) -> Layout:
         """The layout in which a value that is no gradient is returned."""
-        if v not in self.graph.unread or not all(map(may_stay_sharded, route.target)):
+        if v not in self.graph.unread or not all(
+                may_stay_sharded(self.graph.values[v], p, axis) for p, axis in zip(route.target, self.decision.axes)):
             return (REPLICATE,) * len(self.decision.axes)
         tangent = self.graph.unread[v]
         return route.target if tangent is None else self.decision.inputs[tangent]

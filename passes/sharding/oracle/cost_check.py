@@ -7,6 +7,7 @@ building and decoding are sound. Checked on every solve.
 """
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class _CostRecomputation:
     def share(self, layouts: Sequence[Layout]) -> float:
         share = 1.0
         for k, axis in enumerate(self.axes):
-            share /= axis.size if any(not isinstance(p[k], str) for p in layouts) else 1
+            if any(not isinstance(p[k], str) for p in layouts):
+                share = share * axis.share() if axis.rows else share / axis.size
         return share
 
     def operation(self, index: int) -> float:
@@ -122,9 +124,22 @@ class _CostRecomputation:
         return prices.collective(kind, axis, moved) + copies * copy(moved, prices)
 
     def divides(self, v: int, layout: Layout) -> bool:
+        if any(axis.rows for axis in self.axes):
+            return self.divides_rows(v, layout)
         factors = self.graph.values[v].factors
         return all(factors[p[0]][p[1]] % math.prod(axis.size for other, axis in zip(layout, self.axes) if other == p) == 0
                    for p in layout if not isinstance(p, str))
+
+    def divides_rows(self, v: int, layout: Layout) -> bool:
+        """The same where an axis has unequal rows: each rank's part of a factor must be a whole number."""
+        value = self.graph.values[v]
+        for place in {p for p in layout if not isinstance(p, str)}:
+            over = [axis for p, axis in zip(layout, self.axes) if p == place]
+            rows = [axis.rows if axis.rows and place in value.batch else (1,) * axis.size for axis in over]
+            size, whole = value.factors[place[0]][place[1]], math.prod(map(sum, rows))
+            if any(size * math.prod(each) % whole for each in itertools.product(*rows)):
+                return False
+        return True
 
     def in_one_block(self, v: int, dim: int, factor: int) -> bool:
         value = self.graph.values[v]

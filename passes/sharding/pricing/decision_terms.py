@@ -72,11 +72,11 @@ class LocalSizes:
 
 
 def operation_share(row: OperationLayouts, axes: Axes) -> float:
-    """Fraction of the whole operation's work that one device does."""
+    """Fraction of the whole operation's work that one device does: the one with most rows."""
     share = 1.0
     for k, axis in enumerate(axes):
         if any(isinstance(layout[k], tuple) for layout in (*row.inputs, *row.made)):
-            share /= axis.size
+            share = share * axis.share() if axis.rows else share / axis.size
     return share
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from passes.batch_balance.row_counts import with_rows
 from passes.cost_model.measured.mesh_prices import CachedMeasurements, MeshPrices
 from passes.errors import BadInput, HpmlError, Infeasible
 from passes.graph.layouts import Layout
@@ -47,7 +48,8 @@ class SearchConfig:
     cluster: equal devices, at their actual speed. budget_bytes: of one device; None: its memory.
     optimizer_states: optimizer tensors per parameter. zero: how parameters may be stored. measured: source of
     measured prices; None: data sheets alone. solver: its time limit covers all meshes. rows: names of graph
-    inputs sharded by rows.
+    inputs sharded by rows. weights: by axis, the proportions of its coordinates' numbers of rows, 1 by default; None: only
+    equal numbers of rows.
     shorter, further: the same model with one layer less, and how many layers the real model has beyond the graph.
     lifetimes: the points at which bytes are counted. resident_states: optimizer tensors in device memory; None: all. memos:
     tables of earlier searches that differ only in bytes. allowance: replaces the solver's time limit, for all meshes.
@@ -62,6 +64,7 @@ class SearchConfig:
     measured: CachedMeasurements | None = None
     solver: SolverOptions = SolverOptions()
     rows: frozenset[str] = frozenset()
+    weights: FrozenMap[str, tuple[int, ...]] | None = None
     shorter: PlacementGraph | None = None
     further: int = 0
     lifetimes: MemoryModel = STEP_PEAK
@@ -81,6 +84,11 @@ class SearchConfig:
     @property
     def states_held(self) -> float:
         return float(self.optimizer_states if self.resident_states is None else self.resident_states)
+
+    def axes(self, mesh: Mesh, graph: PlacementGraph) -> Axes:
+        """The axes of a mesh, with numbers of rows where these are unequal."""
+        axes = self.axes_of(mesh)
+        return axes if self.weights is None else with_rows(axes, graph.rows, self.weights)
 
     def prices(self, mesh: Mesh) -> MeshPrices:
         return MeshPrices(mesh, self.optimizer_states, self.measured)
@@ -152,7 +160,7 @@ def search_meshes(graph: PlacementGraph, stored: Mapping[str, Layout], condition
         prices, others = minimized_first(conditions.prices(mesh), mesh, conditions.objective)
         try:
             answer = solve_on_mesh(
-                graph, conditions.axes_of(mesh), prices, other_prices=others,
+                graph, conditions.axes(mesh, graph), prices, other_prices=others,
                 options=conditions.solver, allowance=part,
                 state=TrainingStateModel(optimizer=conditions.states_held), budget_bytes=conditions.budget,
                 stored=stored, rows=conditions.rows, zero=conditions.zero, pinned=pinned,

@@ -7,6 +7,7 @@ by their weights where they have any (Shoeybi et al., "Megatron-LM", 2019); sequ
 """
 from __future__ import annotations
 
+from passes.graph.layouts import legal
 from passes.graph.placement_graph import Operation, PlacementGraph
 from passes.hardware.axis import Axis
 from passes.op_rules.base import Strategy
@@ -32,7 +33,7 @@ def axis_rule(axis: Axis, graph: PlacementGraph) -> AxisRule:
 
     def divides(op: Operation, strategy: Strategy) -> bool:
         return all(
-            graph.values[v].factors[placement[0]][placement[1]] % axis.size == 0
+            legal(graph.values[v], (placement,), (axis,))
             for v, placement in zip((*op.inputs, *op.outputs), strategy.inputs + strategy.outputs)
             if isinstance(placement, tuple)
         )

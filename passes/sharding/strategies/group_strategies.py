@@ -20,7 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from passes.graph.layouts import legal
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.hardware.axis import Axis
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement, Strategy
 from passes.sharding.grouping.group_symmetry import GroupNumbers
 from passes.sharding.grouping.op_groups import SMALL_FRACTION, OpGroup
@@ -88,16 +90,16 @@ class GroupStrategyCache:
         return joints
 
 
-def divides(value: Value, placement: Placement, size: int) -> bool:
-    return not isinstance(placement, tuple) or value.factors[placement[0]][placement[1]] % size == 0
+def divides(value: Value, placement: Placement, axis: Axis) -> bool:
+    return not isinstance(placement, tuple) or legal(value, (placement,), (axis,))
 
 
-def _options(op: Operation, graph: PlacementGraph, size: int, small: int, allowed: Callable) -> list[OperationStrategy]:
+def _options(op: Operation, graph: PlacementGraph, axis: Axis, small: int, allowed: Callable) -> list[OperationStrategy]:
     found = []
     for s in op.strategies:
-        if not all(divides(graph.values[v], p, size) for v, p in zip(op.inputs, s.inputs)):
+        if not all(divides(graph.values[v], p, axis) for v, p in zip(op.inputs, s.inputs)):
             continue
-        if not all(divides(graph.values[v], p, size) for v, p in zip(op.outputs, s.outputs)):
+        if not all(divides(graph.values[v], p, axis) for v, p in zip(op.outputs, s.outputs)):
             continue
         if not allowed(op, s):
             continue
@@ -113,14 +115,15 @@ def strategies_on_axis(
     reduce_cost: Callable[[int], float], cost_per_byte: float, cost_per_flop: float,
     allowed: Callable[[Operation, Strategy], bool] = lambda op, s: True,
     allowance: WorkLimit | None = None,
-    ends: Ends | None = None,
+    ends: Ends | None = None, rows: tuple[int, ...] = (),
 ) -> list[GroupStrategy]:
     """All joint strategies on an axis of `size`, the cheapest for each placement of the group's boundary.
 
     `reduce_cost(bytes)` prices a reduction inside; `allowed(op, strategy)` restricts (a pinned axis). `allowance`: once it is
-    spent, few are found besides the replicated one. `ends`: placements required at the boundary, in full.
+    spent, few are found besides the replicated one. `ends`: placements required at the boundary, in full. `rows`: of the batch
+    by coordinate, where they are unequal.
     """
-    allowance = allowance or WorkLimit(math.inf)
+    allowance, axis = allowance or WorkLimit(math.inf), Axis("", size, rows=rows)
     operations = [graph.operations[i] for i in group.operations]
     whole = _whole(group, operations, allowed)
     most = FEW_STATES if allowance.is_over and whole is not None and ends is None else MAX_STATES
@@ -135,7 +138,7 @@ def strategies_on_axis(
     states: dict[str, tuple[float, _Done]] = {"": (0.0, None)}
     for k, op in enumerate(operations):
         options = [(taken, _price(op, taken, graph, size, reduce_cost, cost_per_byte, cost_per_flop))
-                   for taken in _options(op, graph, size, largest // SMALL_FRACTION, allowed)]
+                   for taken in _options(op, graph, axis, largest // SMALL_FRACTION, allowed)]
         read = [live.index(v) if v in live else None for v in op.inputs]
         known = [*live, *dict.fromkeys(v for v, slot in zip(op.inputs, read) if slot is None), *op.outputs]
         kept = [slot for slot, v in enumerate(known) if v in boundary or last_use.get(v, -1) > k]

@@ -89,8 +89,8 @@ def strategies_on_mesh(
     for k, axis in enumerate(axes):
         reduce_cost = partial(prices.collective, "all_reduce", k)
         find = partial(strategies_on_axis, group, graph, axis.size, cost_per_byte=cost_per_byte, cost_per_flop=cost_per_flop,
-                       allowed=rules[k], allowance=allowance)
-        key = (number, axis.size, cost_per_byte, cost_per_flop, allowed(group, graph, rules[k]))
+                       allowed=rules[k], allowance=allowance, rows=axis.rows)
+        key = (number, axis.size, axis.rows, cost_per_byte, cost_per_flop, allowed(group, graph, rules[k]))
         found = known.find(key, reduce_cost, find, allowance)
         if wanted is not None:
             found = _fitting(found, wanted, k) or find(reduce_cost, ends=_ends(wanted, k)) or found

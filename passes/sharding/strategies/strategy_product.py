@@ -123,6 +123,12 @@ class StrategyProduct:
         return self._divides(combination) and self._slices(combination)
 
     def _divides(self, combination: Combination) -> bool:
+        if any(axis.rows for axis in self.axes):
+            return all(
+                legal(self.graph.values[v], layout, self.axes)
+                for k, op in enumerate(self.operations)
+                for v, layout in zip((*op.inputs, *op.outputs), zip(*(
+                    joint.operations[k].strategy.inputs + joint.operations[k].strategy.outputs for joint in combination))))
         total: dict[tuple[int, int, tuple[int, int]], int] = {}
         for axis, joint in zip(self.axes, combination):
             for each, size in self._splits_of(joint).items():

@@ -37,7 +37,9 @@ def _fake_coordinate(group: str, device: torch.device) -> torch.Tensor:
 
 
 def begin_of(insert: Insert, offset: ShardOffset, device: torch.device) -> Node | int:
-    """An integer tensor without dims; 0 if all ranks start at 0."""
+    """An integer tensor without dims; a number if all ranks start at 0, or their shards have different sizes."""
+    if offset.first is not None:
+        return offset.first
     if not offset.strides:
         return 0
     terms = [times(insert, insert(COORDINATE, name, device), offset.count * stride) for name, stride in offset.strides]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from passes.errors import HpmlError
 from passes.graph.fx_nodes import BY_COORDINATE, COMPRESSION, GRADIENT_OF
-from passes.graph.layouts import Layout, local_shape
+from passes.graph.layouts import Layout, is_unequal, local_shape
 from passes.graph.placement_graph import Value
 from passes.graph.shard_offset import ShardOffset
 from passes.hardware.axis import Axes, AxisKind, time_axis
@@ -31,6 +31,7 @@ from passes.op_rules.local_call import reshape
 from passes.transforms.microbatch.loop_markers import ADD_UP, PUT_TOGETHER, TAKE
 from passes.transforms.rewriting.call_inserter import CallInserter
 from passes.transforms.shard.rank_coordinate import begin_of, is_small, part_from
+from passes.transforms.shard.unequal_shards import UnequalParts, cut_out, exchanged
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -56,6 +57,14 @@ class MeshGroups:
     def with_time(self, microbatches: int) -> MeshGroups:
         return MeshGroups((*self.axes, time_axis(microbatches)), (*self.coordinates, 0), (*self.names, ""))
 
+    def with_rows(self, axes: Axes) -> MeshGroups:
+        """The same with the rows by coordinate of axes of a decision."""
+        return replace(self, axes=tuple(replace(own, rows=axis.rows) for own, axis in zip(self.axes, axes, strict=True)))
+
+    def local_shape(self, value: Value, layout: Layout) -> tuple[int, ...]:
+        """Shape of this rank's shard."""
+        return local_shape(value, layout, self.axes, self.coordinates)
+
     @property
     def coordinate_of(self) -> FrozenMap[str, int]:
         """This rank's coordinate, by name of the process group."""
@@ -67,19 +76,19 @@ class MeshGroups:
         return FrozenMap({name: axis for axis, name in enumerate(self.names)})
 
 
-def local_factors(value: Value, layout: Layout, axes: Axes) -> list[list[int]]:
+def local_factors(value: Value, layout: Layout, groups: MeshGroups) -> list[list[int]]:
     """Local sizes of the factors of every dim; a dim of size 1 has none."""
     rows = [list(f) for f in value.factors]
-    for p, axis in zip(layout, axes):
+    for p, axis, mine in zip(layout, groups.axes, groups.coordinates):
         if isinstance(p, tuple):
-            rows[p[0]][p[1]] //= axis.size
+            rows[p[0]][p[1]] = axis.part(rows[p[0]][p[1]], p in value.batch, mine)
     return rows
 
 
-def around(value: Value, layout: Layout, place: tuple[int, int], axes: Axes) -> tuple[int, int]:
+def around(value: Value, layout: Layout, place: tuple[int, int], groups: MeshGroups) -> tuple[int, int]:
     """(elements before, elements from) the factor at `place` in memory order of a local tensor."""
     before = after = 1
-    for d, row in enumerate(local_factors(value, layout, axes)):
+    for d, row in enumerate(local_factors(value, layout, groups)):
         for k, f in enumerate(row):
             if (d, k) < place:
                 before *= f
@@ -122,12 +131,12 @@ class Redistributor:
         if p == PARTIAL and q == REPLICATE:
             return insert(ADD_UP, x)
         (dim, factor), whole, begins = (q, source, True) if p == REPLICATE else (p, target, False)
-        rows = local_factors(value, whole, self.groups.axes)[dim]
-        n, shape = self.groups.axes[axis].size, list(local_shape(value, whole, self.groups.axes))
+        rows = local_factors(value, whole, self.groups)[dim]
+        n, shape = self.groups.axes[axis].size, list(self.groups.local_shape(value, whole))
         before = math.prod(rows[:factor])
         apart = [*shape[:dim], before, n, shape[dim] // (before * n), *shape[dim + 1:]]
         if begins:
-            return insert(TAKE, x, apart, dim + 1, list(local_shape(value, target, self.groups.axes)))
+            return insert(TAKE, x, apart, dim + 1, list(self.groups.local_shape(value, target)))
         return insert(PUT_TOGETHER, x, apart, dim + 1, shape)
 
     def _move(self, insert, x, value, source, target, axis, p, q) -> Node:
@@ -160,11 +169,13 @@ class Redistributor:
     def _slice(self, insert: CallInserter, x: Node, value: Value, source: Layout, target: Layout, axis: int) -> Node:
         n, mine = self.groups.axes[axis].size, self.groups.coordinates[axis]
         dim, factor = target[axis]
-        rows = local_factors(value, source, self.groups.axes)
+        rows = local_factors(value, source, self.groups)
         outer = 1
         for f in rows[dim][:factor]:
             outer *= f
-        local = local_shape(value, target, self.groups.axes)
+        local = self.groups.local_shape(value, target)
+        if is_unequal(value, target[axis], self.groups.axes[axis]):
+            return self._cut(insert, x, value, source, target, axis, outer)
         apart = x
         if outer > 1:
             shape = list(x.meta["val"].shape)
@@ -183,6 +194,22 @@ class Redistributor:
             part.meta[BY_COORDINATE] = begins
         return part if outer == 1 else reshape(insert, part, local)
 
+    def _cut(self, insert, x, value, source, target, axis, outer) -> Node:
+        """A slice of another size than those of other ranks."""
+        parts, local = self._parts(value, source, target[axis], axis), self.groups.local_shape(value, target)
+        (dim, _), size = target[axis], sum(parts.sizes)
+        begin, own = parts.starts[parts.own], parts.sizes[parts.own]
+        part = cut_out(insert, x, dim, (outer, size, x.meta["val"].shape[dim] // (outer * size)), begin, begin + own)
+        part.meta[BY_COORDINATE] = ShardOffset(own, (), begin)
+        return self._shaped(insert, part, local)
+
+    def _parts(self, value: Value, layout: Layout, place: tuple[int, int], axis: int) -> UnequalParts:
+        """The parts of a factor along an axis. layout: of the local tensor around it."""
+        whole = (*layout[:axis], REPLICATE, *layout[axis + 1:])
+        size = local_factors(value, whole, self.groups)[place[0]][place[1]]
+        before, _ = around(value, layout, place, self.groups)
+        return UnequalParts(before, self.groups.axes[axis].parts(size, place in value.batch), self.groups.coordinates[axis])
+
     def _to_front(self, insert: CallInserter, x: Node, before: int, n: int) -> Node:
         """(before, n, rest) -> (n, before, rest), packed."""
         total = x.meta["val"].numel()
@@ -200,27 +227,36 @@ class Redistributor:
 
     def _all_gather(self, insert, x, value, source, target, axis) -> Node:
         n, name = self.groups.axes[axis].size, self.groups.names[axis]
-        before, _ = around(value, source, source[axis], self.groups.axes)
+        if is_unequal(value, source[axis], self.groups.axes[axis]):
+            whole = self._parts(value, source, source[axis], axis).gathered(insert, x, name)
+            return self._shaped(insert, whole, self.groups.local_shape(value, target))
+        before, _ = around(value, source, source[axis], self.groups)
         gathered = self._wait(insert, c10d.all_gather_into_tensor.default, self._packed(insert, x), n, name)
-        return self._from_front(insert, gathered, before, n, local_shape(value, target, self.groups.axes))
+        return self._from_front(insert, gathered, before, n, self.groups.local_shape(value, target))
 
     def _reduce_scatter(self, insert, x, value, source, target, axis) -> Node:
         n, name = self.groups.axes[axis].size, self.groups.names[axis]
-        before, _ = around(value, source, target[axis], self.groups.axes)
+        if is_unequal(value, target[axis], self.groups.axes[axis]):
+            part = self._parts(value, source, target[axis], axis).scattered(insert, x, name)
+            return self._shaped(insert, part, self.groups.local_shape(value, target))
+        before, _ = around(value, source, target[axis], self.groups)
         front = self._to_front(insert, x, before, n)
         part = self._reduced(insert, axis, c10d.reduce_scatter_tensor.default, front, "sum", n, name)
-        return self._shaped(insert, part, local_shape(value, target, self.groups.axes))
+        return self._shaped(insert, part, self.groups.local_shape(value, target))
 
     def _all_to_all(self, insert, x, value, source, target, axis) -> Node:
         n, name = self.groups.axes[axis].size, self.groups.names[axis]
-        before, _ = around(value, source, target[axis], self.groups.axes)
+        if any(is_unequal(value, p, self.groups.axes[axis]) for p in (source[axis], target[axis])):
+            parts = self._parts(value, target, source[axis], axis), self._parts(value, source, target[axis], axis)
+            return self._shaped(insert, exchanged(insert, x, *parts, name), self.groups.local_shape(value, target))
+        before, _ = around(value, source, target[axis], self.groups)
         front = self._to_front(insert, x, before, n)
         rows = [1] * n
         received = self._wait(insert, c10d.all_to_all_single.default, front, rows, rows, name)
         # Block r holds rank r's shard of the source factor, already sliced in the target factor.
         both = list(source)
         both[axis] = REPLICATE
-        cut = local_factors(value, tuple(both), self.groups.axes)
+        cut = local_factors(value, tuple(both), self.groups)
         for (dim, factor) in (source[axis], target[axis]):
             cut[dim][factor] //= n
         inside = 1
@@ -228,4 +264,4 @@ class Redistributor:
             for k, f in enumerate(row):
                 if (d, k) < source[axis]:
                     inside *= f
-        return self._from_front(insert, received, inside, n, local_shape(value, target, self.groups.axes))
+        return self._from_front(insert, received, inside, n, self.groups.local_shape(value, target))

@@ -7,9 +7,12 @@ import torch
 from torch.fx import Node
 
 from passes.graph.fx_nodes import BY_COORDINATE
+from passes.graph.layouts import Layout
+from passes.graph.placement_graph import Value
 from passes.graph.shard_offset import ShardOffset
 from passes.op_rules.local_call import Insert
 from passes.transforms.shard.rank_coordinate import begin_of
+from passes.transforms.shard.redistributor import MeshGroups
 
 
 class ShardRange(NamedTuple):
@@ -28,3 +31,13 @@ class ShardRange(NamedTuple):
     def asked(self, insert: Insert, device: torch.device) -> Node | int:
         """The start, computed when the graph runs."""
         return begin_of(insert, self.begins, device)
+
+
+def unequal_range(value: Value, layout: Layout, dim: int, groups: MeshGroups) -> ShardRange:
+    """This rank's range of a dim whose shards have different sizes."""
+    start, size = 0, value.spec.shape[dim]
+    for p, axis, mine in zip(layout, groups.axes, groups.coordinates):
+        if isinstance(p, tuple) and p[0] == dim:
+            parts = axis.parts(size, p in value.batch)
+            start, size = start + sum(parts[:mine]), parts[mine]
+    return ShardRange(start, size, ShardOffset(size, (), start))

@@ -23,7 +23,7 @@ from passes.base import TransformPass
 from passes.compat import fake_mode_of, graph_module, pytree, without_modes
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE
-from passes.graph.layouts import Layout, local_shape
+from passes.graph.layouts import Layout, is_unequal
 from passes.graph.placement_graph import PlacementGraph
 from passes.graph.planning_keys import DECISION, GRAPH_SIGNATURE, OPERATIONS
 from passes.graph.shard_offset import ShardOffset
@@ -40,15 +40,15 @@ from passes.transforms.rewriting.fake_results import FakeResults
 from passes.transforms.shard.localization import localize, ordered_ranges, shifted_ranges
 from passes.transforms.shard.output_strides import with_traced_strides
 from passes.transforms.shard.redistributor import MeshGroups, Redistributor
-from passes.transforms.shard.shard_range import ShardRange
+from passes.transforms.shard.shard_range import ShardRange, unequal_range
 
 
 class Sharder:
     def __init__(self, gm: GraphModule, graph: PlacementGraph, rules: Sequence[Rule | None], decision: Decision,
                  groups: MeshGroups, fake_mode: Any, at_run_time: bool = False):
         self.gm, self.graph, self.rules, self.decision = gm, graph, rules, decision
-        self.groups, self.fake_mode, self.fakes = groups, fake_mode, FakeResults(fake_mode)
-        self.at_run_time, self.redistributor = at_run_time, Redistributor(groups, at_run_time)
+        self.groups, self.fake_mode, self.fakes = groups.with_rows(decision.axes), fake_mode, FakeResults(fake_mode)
+        self.at_run_time, self.redistributor = at_run_time, Redistributor(self.groups, at_run_time)
         self.new = Graph()
         self.env: dict[Node, Node] = {}
         self.made: dict[int, tuple[Node, Layout]] = {}
@@ -130,7 +130,7 @@ class Sharder:
             return
         layout = self.decision.inputs.get(index, ("R",) * len(self.groups.axes))
         value = self.graph.values[index]
-        shape = local_shape(value, layout, self.groups.axes)
+        shape = self.groups.local_shape(value, layout)
         old = node.meta["val"]
         if tuple(old.shape) != shape:
             with self.fake_mode:
@@ -193,7 +193,7 @@ class Sharder:
             LocalCall(
                 target=node.target, args=tuple(args), kwargs=kwargs,
                 global_shapes=tuple(v.spec.shape for v in values),
-                local_shapes=tuple(local_shape(v, p, self.groups.axes) for v, p in zip(values, layouts.made)),
+                local_shapes=tuple(self.groups.local_shape(v, p) for v, p in zip(values, layouts.made)),
                 rule=rule, ranges=shifted_ranges(rule, part), ordered=ordered_ranges(rule, part), at_run_time=self.at_run_time,
                 strides=tuple(tuple(n.meta["val"].stride()) for n in operand_nodes(node)),
             ),
@@ -221,6 +221,8 @@ class Sharder:
         """This rank's range of a split dim."""
         value = self.graph.values[(op.inputs if is_input else op.outputs)[tensor]]
         layout = (layouts.inputs if is_input else layouts.made)[tensor]
+        if any(is_unequal(value, p, axis) and p[0] == dim for p, axis in zip(layout, self.groups.axes)):
+            return unequal_range(value, layout, dim, self.groups)
         parts, strides = 1, []
         for p, axis, name in reversed([*zip(layout, self.groups.axes, self.groups.names, strict=True)]):
             if isinstance(p, tuple) and p[0] == dim:
@@ -235,7 +237,7 @@ class Sharder:
     def _check(self, node, op, values, layouts, new) -> None:
         made = [part for _, part in leaves_of(new.meta["val"])]
         for value, layout in zip(values, layouts.made):
-            got, expected = tuple(made[value.port].shape), local_shape(value, layout, self.groups.axes)
+            got, expected = tuple(made[value.port].shape), self.groups.local_shape(value, layout)
             if got != expected:
                 operands = [tuple(x.meta["val"].shape) for x in new.all_input_nodes]
                 raise AssertionError(f"{node.name}: {node.target} on local operands {operands} gave shape {got}, "

@@ -116,10 +116,25 @@ def test_each_group_is_drawn_into_a_file_of_its_own(tmp_path, monkeypatch):
     assert [path.name for path in ONE.render(tmp_path / "plan.svg")] == ["plan-0.svg"]
 
 
-def test_a_mixed_plan_is_nothing_to_run_yet(tmp_path):
-    with pytest.raises(BadInput, match="cannot be run yet") as caught:
-        Options.parse({"plan": BOTH})
-    assert caught.value.exit_code == 2
-    BOTH.save(tmp_path / "plan.json")
-    with pytest.raises(BadInput, match="cannot be run"):
-        Options.parse({"plan": tmp_path / "plan.json"}).load_plan()
+def test_ranks_run_it_on_one_mesh_with_unequal_rows(tmp_path):
+    plan = mixed(share(12, FAST), share(4, SLOW), options={"mesh": {"dp": 2, "tp": 4}})
+    plan.save(tmp_path / "plan.json")
+    for given in (plan, tmp_path / "plan.json"):
+        options = Options.parse({"plan": given, "zero": 3}).with_plan(16)
+        assert (options.mesh, options.rows, options.plan) == ({"dp": 4, "tp": 4}, {"dp": (6, 6, 2, 2)}, None)
+        assert options.zero == 3
+        with pytest.raises(BadInput, match="mixed plan"):
+            Options.parse({"plan": given}).load_plan()
+
+
+@pytest.mark.parametrize("plan, options, world, message", [
+    (BOTH, {}, 8, "for 16 ranks, but there are 8"),
+    (BOTH, {}, 16, "has 4 rows for 8 ranks"),
+    (ONE, {}, 16, "has 0 rows for 8 ranks"),
+    (BOTH, {"mesh": {"pp": 2, "dp": 8}}, 16, "the axis 'dp'"),
+    (mixed(share(8, FAST), share(8, SLOW), options={"mesh": {"pp": 8}}), {}, 16, "pipeline stages or microbatches"),
+])
+def test_what_ranks_cannot_run(plan, options, world, message):
+    with pytest.raises(BadInput, match=message) as caught:
+        Options.parse({"plan": mixed(share(8, FAST), share(8, SLOW)) if options else plan, **options}).with_plan(world)
+    assert caught.value.next_step

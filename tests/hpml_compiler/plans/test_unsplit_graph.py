@@ -21,8 +21,8 @@ class Loss(nn.Module):
 
 @pytest.mark.parametrize(("width", "rows", "ranks", "because"), [
     (15, 1, 2, "both ranks run all of it, because the batch has 1 row and inner.0.weight (and 3 more) cannot be split: no"),
-    (15, 3, 2, "because the 3 rows of the batch cannot be divided by 2 and inner.0.weight"),
-    (13, 7, 3, "all 3 ranks run all of it, because the 7 rows of the batch cannot be divided by 3"),
+    (15, 3, 2, "because inner.0.weight (and 3 more) cannot be split: no"),
+    (13, 2, 3, "all 3 ranks run all of it, because the 2 rows of the batch cannot be divided by 3"),
     (16, 1, 2, "because the batch has 1 row and the solver found no split faster than"),
     (16, 2, 2, "because the solver found no split faster than"),
     (16, 2, 1, ""),

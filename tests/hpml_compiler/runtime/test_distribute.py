@@ -57,7 +57,7 @@ def run_odd(rank):
     logging.getLogger("hpml_compiler.runtime.batch.distributed_loader").addHandler(handler)
     batches = list(distribute([torch.ones(8), torch.ones(5), torch.ones(3)]))
     assert [type(batch) for batch in batches] == [BatchShard, torch.Tensor, torch.Tensor]
-    assert len(records) == 1 and "5 rows is replicated" in records[0].getMessage()
+    assert len(records) == 1 and "5 rows is stored whole" in records[0].getMessage()
 
 
 def run_different(rank):

@@ -56,8 +56,10 @@ def test_another_length_takes_the_decisions_of_the_first_at_its_own_price(first)
 
 
 def test_what_an_axis_does_not_divide_is_searched_for():
-    odd = plan(of_length(32, rows=3), plan(of_length(32), mesh={"dp": 2}), mesh={"dp": 2})
-    assert odd.record.solver.status == "optimal"
+    first = plan(of_length(32), mesh={"dp": 2})
+    assert plan(of_length(32, rows=1), first, mesh={"dp": 2}).record.solver.status == "optimal"
+    odd = plan(of_length(32, rows=3), first, mesh={"dp": 2}).record
+    assert (odd.solver.status, odd.rows_by_rank) == ("as graph", {"dp": (2, 1)}), "unequal rows fit"
 
 
 def test_decisions_that_exceed_the_budget_are_searched_for(first):

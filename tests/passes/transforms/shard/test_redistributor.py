@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from passes import compat
 from passes.graph.layouts import Layout, format_layout, legal, local_shape
 from passes.graph.placement_graph import Value
-from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Factors
+from passes.hardware.axis import Axis
+from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Factors, Placement
 from passes.op_rules.call_rules import spec_of
 from passes.sharding.pricing.redistribution import priced_hop
 from passes.transforms.rewriting.call_inserter import CallInserter
@@ -72,7 +74,7 @@ def reduced(step: Step, place: MeshGroups, seed: int) -> torch.Tensor:
     return peers.sum(0).to(dtype) if source[axis] == PARTIAL else peers.amax(0)
 
 
-def emit(step: Step, place: MeshGroups, x: torch.Tensor) -> fx.GraphModule:
+def emit(step: Step, place: MeshGroups, x: torch.Tensor, value: Value | None = None) -> fx.GraphModule:
     factors, dtype, source, target = step
     graph = fx.Graph()
     node = graph.placeholder("x")
@@ -81,7 +83,7 @@ def emit(step: Step, place: MeshGroups, x: torch.Tensor) -> fx.GraphModule:
     with fake_mode:
         node.meta["val"] = torch.empty_strided(x.shape, x.stride(), dtype=dtype)
     insert = CallInserter(graph, output, fake_mode=fake_mode)
-    output.args = (Redistributor(place).hop(insert, node, value_of(factors, dtype), source, target),)
+    output.args = (Redistributor(place).hop(insert, node, value or value_of(factors, dtype), source, target),)
     return fx.GraphModule({}, graph)
 
 
@@ -107,6 +109,46 @@ def run_steps(rank: int, sizes: tuple[int, ...]) -> dict[str, int]:
         kinds = ["S" if isinstance(p, tuple) else p for p in (source[axis], target[axis])]
         counts[f"{kinds[0]}->{kinds[1]} {dtype}"] = counts.get(f"{kinds[0]}->{kinds[1]} {dtype}", 0) + 1
     return counts
+
+
+ROWS, ROW_FACTORS = (5, 3), {(0, 0), (2, 1)}
+"""Rows of two ranks, and the factors of values that are split in these proportions; the others are split evenly."""
+
+
+def part(x: torch.Tensor, value: Value, placement: Placement, axis: Axis, rank: int) -> torch.Tensor:
+    if not isinstance(placement, tuple):
+        return x
+    dim, factor = placement
+    sizes = axis.parts(value.factors[dim][factor], placement in value.batch)
+    apart = x.unflatten(dim, value.factors[dim]).narrow(dim + factor, sum(sizes[:rank]), sizes[rank])
+    return apart.flatten(dim, dim + len(value.factors[dim]) - 1)
+
+
+def run_unequal_steps(rank: int) -> dict[str, int]:
+    """The same along one axis whose ranks have unequal rows."""
+    mesh, axis = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), Axis("dp", 2, rows=ROWS)
+    place, counts = MeshGroups((axis,), (rank,), (mesh.get_group(0).group_name,)), dict[str, int]()
+    factors: Factors = ((8, 2), (4,), (2, 8))
+    places = [(d, k) for d, row in enumerate(factors) for k in range(len(row))]
+    hops = itertools.product([REPLICATE, PARTIAL, PARTIAL_MAX, *places], [REPLICATE, *places])
+    for seed, (source, target) in enumerate(hops):
+        dtype = DTYPES[seed % 3]
+        value = replace(value_of(factors, dtype), batch=frozenset(ROW_FACTORS))
+        if priced_hop(value, (source,), 0, target, place.axes, Free()) is None:
+            continue
+        step: Step = (factors, dtype, (source,), (target,))
+        x = part(whole(step, place.coordinates, seed), value, source, axis, rank)
+        x = x.transpose(0, -1).contiguous().transpose(0, -1) if seed % 2 else x.contiguous()
+        made = emit(step, place, x, value)(x)
+        assert torch.equal(made, part(reduced(step, place, seed), value, target, axis, rank)), step
+        kind = f"{source if isinstance(source, str) else 'S'}->{target if isinstance(target, str) else 'S'}"
+        counts[kind] = counts.get(kind, 0) + ({source, target} & ROW_FACTORS != set())
+    return counts
+
+
+def test_a_step_between_unequal_rows_leaves_every_rank_with_its_piece(launch):
+    mine, other = launch(run_unequal_steps)
+    assert mine == other == {"R->S": 2, "P->R": 0, "P->S": 2, "M->R": 0, "S->R": 2, "S->S": 14}
 
 
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
