@@ -37,8 +37,9 @@ def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], option
     compile_ = functools.partial(with_repeats, options=options, compile_=_compiled)
     if not options.shards_outputs or _is_ours(options) and whole is None:
         return compile_(gm, example_inputs)
-    ours = whole is not None and _is_ours(options)
-    return with_deferred_outputs(gm, example_inputs, compile_, (lambda graph, _: whole(graph)) if ours else compile_)
+    if whole is None or not _is_ours(options):
+        return with_deferred_outputs(gm, example_inputs, compile_, compile_)
+    return with_deferred_outputs(gm, example_inputs, compile_, lambda graph, _: whole(graph))
 
 
 def _is_ours(options: Options) -> bool:
