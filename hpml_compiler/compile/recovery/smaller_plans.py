@@ -20,7 +20,7 @@ MICROBATCHES = (2, 4, 8)
 
 
 class SmallerPlans:
-    """What to try after a graph failed under `options`. held: bytes of its parameters, their gradients and optimizer state.
+    """Options to try after a graph failed under `options`. held: bytes of its parameters, their gradients and optimizer state.
     peak: the predicted peak of the plan that failed last, or None. All ranks ask for the same."""
 
     def __init__(self, name: str, options: Options, held: int, peak: Callable[[], float | None]) -> None:

@@ -26,7 +26,7 @@ log = logging.getLogger("hpml")
 
 @dataclass
 class OutputUse:
-    """What the script has done with one output of a graph. calls: of the graph. made: of those, the number in which the output
+    """Uses of one output of a graph by the script. calls: of the graph. made: of those, the number in which the output
     was computed. on_shards: times that something was computed on its shards. reads, gathers: times, by the call in the script.
     """
 

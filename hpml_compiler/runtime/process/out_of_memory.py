@@ -24,7 +24,7 @@ class OutOfMemoryOnRank(HpmlError, torch.OutOfMemoryError):
 
 
 def memory_failure(error: BaseException) -> str:
-    """What an error of memory says, in a few words; "" for any other error."""
+    """A few words of an error of memory; "" for any other error."""
     if isinstance(error, OutOfMemoryOnRank):
         return error.what
     if not isinstance(error, torch.OutOfMemoryError) and not (isinstance(error, RuntimeError) and _ON_CPU.search(str(error))):

@@ -41,7 +41,7 @@ def _explain(results: Iterable[Any]) -> bool:
 
 
 def marked(gradient: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What `compute` makes of a gradient, in a backward: one that has no second derivative."""
+    """The gradient that `compute` makes of another in a backward; it has no second derivative."""
     with torch.no_grad():
         found = compute(gradient)
     return _Marked.apply(found.requires_grad_()) if torch.is_grad_enabled() and gradient.requires_grad else found

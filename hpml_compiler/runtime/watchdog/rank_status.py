@@ -69,9 +69,9 @@ def _script_line(frame: Any) -> tuple[str, str]:
             return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}", handled or call
         call = code.co_name
         if call == "__torch_function__":
-            func = frame.f_locals.get("func")
+            func: Any = frame.f_locals.get("func")
             handled = getattr(func, "__name__", "") or handled
-            handled = func.__self__.__name__ if handled == "__get__" else handled  # type: ignore[union-attr]
+            handled = func.__self__.__name__ if handled == "__get__" else handled
         frame = frame.f_back
     return "", handled or call
 

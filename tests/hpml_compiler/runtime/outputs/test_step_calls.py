@@ -269,7 +269,7 @@ SCENES = {plain: IN_STEP, kept_logits: IN_STEP, metrics_first: ALONE, metrics_be
           asked: IN_STEP, asked_between: ALONE, hooked: ALONE, failing: IN_STEP, saved: IN_STEP, own_loop: IN_STEP,
           checkpointed: ALONE, small_and_large: IN_STEP, two_calls: ALONE}
 USES = {plain: (1, set()), kept_logits: (7, {"argmax", "max", "logsumexp"}), metrics_first: (7, {"argmax"})}
-"""Of 7 calls, those in which the logits are made, and the functions that the script calls on them: with a mesh of two ranks."""
+"""Calls, of 7, in which the logits are made, and functions that the script calls on them; with a mesh of two ranks."""
 
 
 def run_scenes(rank, options, names, told=False):
