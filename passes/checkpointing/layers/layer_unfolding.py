@@ -48,16 +48,21 @@ def unfold_layers(program: StorageProgram) -> UnfoldedProgram:
 
 def counts_alike(walked: MemoryTrace) -> bool:
     """True if the folded trace nowhere counts less than the unfolded one, and its peak is not much higher. A call that only the
-    latter runs again, as at the end of a list, is compared with the peak."""
+    latter runs again, as at the end of a list, is compared with the peak. A call may count less where what it lacks would stay
+    below the peak even if each layer lacked it."""
     program = walked.program
     few = replace(program, stand_ins=tuple(replace(each, layers=min(each.layers, FEW)) for each in program.stand_ins))
     unfolded = unfold_layers(few)
     folded, whole = simulate_memory(few, walked.saved, walked.offloaded), unfolded.walk(walked)
-    for ours, theirs in (folded.forward, whole.forward), (folded.backward, whole.backward):
+    layers = sum(each.layers for each in program.stand_ins)
+    for ours, theirs, full in ((folded.forward, whole.forward, walked.forward),
+                               (folded.backward, whole.backward, walked.backward)):
         counted, most = dict(zip(ours.order, ours.nbytes, strict=True)), unfolded.most(theirs)
-        highest = max(counted.values(), default=0)
-        if any(nbytes > counted.get(number, highest) for number, nbytes in most.items()):
-            return False
+        highest, room = max(counted.values(), default=0), dict(zip(full.order, full.nbytes, strict=True))
+        for number, nbytes in most.items():
+            lacks = nbytes - counted.get(number, highest)
+            if lacks > 0 and room.get(number, walked.peak) + layers * lacks > walked.peak:
+                return False
     return folded.peak <= (1 + CLOSE) * whole.peak and abs(whole.us - folded.us) <= CLOSE * (1 + whole.us)
 
 
