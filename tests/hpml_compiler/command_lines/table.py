@@ -186,7 +186,7 @@ OPTIONS = [
     ("plan models.py:tiny --fix plan=no.json", 2, "no.json", "a plan that is not there"),
     ("plan models.py:tiny --fix plan=plan.json --cluster 1x2:cpu", 2, "another model", "the plan of another model"),
     ("plan models.py:tiny --fix plan=plan.json --cluster 1x4:cpu", 2, "2 ranks", "a plan for fewer ranks"),
-    ("plan models.py:tiny --fix plan=mixed.json", 2, "different devices", "a plan of groups"),
+    ("plan models.py:tiny --fix plan=mixed.json", 2, "not a valid plan", "no plan of groups after all"),
     ("plan models.py:tiny --fix plan=no_graphs.json --cluster 1x2:cpu", 2, "graph", "a plan without graphs"),
     ("plan models.py:tiny --memory-budget 1GB --fix memory_budget=1GB", 2, "given twice", "an option twice"),
     ("plan", 2, "'target'", "no target"),

@@ -23,7 +23,8 @@ def compiling(monkeypatch):
         monkeypatch.setattr(module.compat, "frame_being_compiled", lambda: frame)
         monkeypatch.setattr(module.compat, "function_being_compiled", lambda: f"piece {frame}")
         monkeypatch.setattr(module.compat, "ends_in_a_break", lambda gm: breaks)
-        return step_context(step, None, parameters, Options.parse({"memory_budget": budget}), 2**40)  # type: ignore[arg-type]
+        graph = torch.fx.symbolic_trace(nn.Identity())
+        return step_context(step, graph, parameters, Options.parse({"memory_budget": budget}), 2**40)
 
     return sharing
 
