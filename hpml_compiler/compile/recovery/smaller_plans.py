@@ -13,8 +13,8 @@ from passes.errors import HpmlError, Infeasible
 USABLE = 0.95
 """Part of the memory that is left which a plan may count on: allocators lose some of it."""
 LESS = 0.8
-"""Where a plan ran out of memory that should have fitted, the next may take this part of what it would have taken besides
-parameters, gradients and optimizer state."""
+"""Part of the predicted bytes, besides parameters, gradients and optimizer state, that the next plan may take where a plan ran
+out of memory that should have fitted."""
 MOST_PLANS = 8
 MICROBATCHES = (2, 4, 8)
 

@@ -9,6 +9,7 @@ them (`hpml_compiler.runtime.outputs.record`). All ranks do the same, so calls a
 """
 from __future__ import annotations
 
+import abc
 import functools
 import logging
 import time
@@ -76,7 +77,7 @@ def with_outputs_of_ranks(gm: GraphModule, given: Sequence[Any], compile_: Compi
     return _RecordingGraph(name, split, first, whole, compile_options).call
 
 
-class _SplitGraph:
+class _SplitGraph(abc.ABC):
     """A graph whose large outputs were split off. calls: that were made; last_read: the latest whose outputs were read. uses:
     what the script does with each result of the rest. is_kept_split: all outputs at once do not fit into the budget."""
 
@@ -132,16 +133,17 @@ class _SplitGraph:
         for use in self.uses:
             use.made += 1
 
+    @abc.abstractmethod
     def _computes_all(self) -> bool:
         """True if forward computes all outputs in this call."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _compile_whole(self, arguments: Sequence[Any]) -> Call:
-        raise NotImplementedError
+        """The graph with all outputs, compiled."""
 
+    @abc.abstractmethod
     def _outputs(self, results: Sequence[Any], own: int, takes: Sequence[Any]) -> Sequence[Any]:
         """The outputs that were split off. results: of the first graph, of which those from `own` on are no output."""
-        raise NotImplementedError
 
 
 class _DeferringGraph(_SplitGraph):

@@ -144,8 +144,8 @@ class JointSearch:
         self._plan_again()
 
     def _plan_again(self) -> None:
-        """Where nothing was found to fit, plan configurations that were cut short once more with a larger work limit. Where
-        there is an answer, it is not worth the time: it did not make the answers for GPT-3 175B and Llama 8B better."""
+        """Plan configurations that were cut short once more with a larger work limit, if nothing was found to fit. Where there
+        is an answer, it is not worth the time: it did not make the answers for GPT-3 175B and Llama 8B better."""
         waiting, self.cut_short = self.cut_short, []
         for number, (candidate, reason) in enumerate(waiting):
             if number < MOST_AGAIN and self.best is None:

@@ -213,8 +213,8 @@ class _StepProgramBuilder:
                           self._read(leg.value, leg.source, each, phase), [storage],
                           repeatable=False, workspace_bytes=round(leg.result_bytes) if gathered else 0)
         self.copies[leg.value, key[1], leg.target] = storage
-        (self.returned if leg.once else set()).add(storage)
-        (self.gathered if made is None else set()).add(storage)
+        self.returned.update({storage} if leg.once else ())
+        self.gathered.update({storage} if made is None else ())
         if made is None and leg.once:
             self.segments[0][1].insert(0, op)
         elif made is None:

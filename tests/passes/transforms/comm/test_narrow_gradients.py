@@ -17,7 +17,8 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 def rewritten(b: RankGraph, *marked: fx.Node) -> tuple[list[str], list[list[torch.Tensor]], list[list[torch.Tensor]]]:
     """Names of the calls after both passes, inputs and results by rank."""
     for wait in marked:
-        wait.args[0].meta[COMPRESSION] = "bf16", 2  # type: ignore[union-attr]
+        (start,) = wait.all_input_nodes
+        start.meta[COMPRESSION] = "bf16", 2
     gm = b.graph_module()
     BucketGradients().run(gm)
     NarrowGradients().run(gm)
