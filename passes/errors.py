@@ -47,6 +47,12 @@ class Infeasible(HpmlError):
     smallest_budget_bytes: float | None = None
     plan: Any = None
 
+    def without_frames(self) -> Infeasible:
+        """A copy to keep: the error itself holds the frames that it came from, and their graphs."""
+        made = Infeasible(self.what, self.where, self.next_step)
+        made.smallest_budget_bytes = self.smallest_budget_bytes
+        return made
+
 
 class MissingDependency(HpmlError):
     """A program, package or device that the request needs is missing."""

@@ -70,7 +70,7 @@ class LossOfScript:
             log.warning("%s needs %s without the script's loss, more than the memory_budget: the first step, which records the "
                         "loss, takes at least that much; from the second step on, the loss is part of the step and its budget. "
                         "If the model returns its loss, the budget applies to all steps", self.name, format_bytes(needs))
-            self.refusal = Infeasible(error.what, error.where, error.next_step)  # without frames, which hold the graphs
+            self.refusal = error.without_frames()
             return self.around(compile_(self.alone.model_copy(update={"memory_budget": math.ceil(needs)})))
 
     def around(self, call: Call) -> Call:

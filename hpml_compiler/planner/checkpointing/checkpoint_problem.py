@@ -48,8 +48,17 @@ class CheckpointProblem:
     def solved(self, options: Options, strict: bool, allowance: WorkLimit | None = None) -> CheckpointDecision:
         """Choose what to save in the least time within the budget share. strict: raise Infeasible if nothing fits; otherwise
         return the choice with the lowest peak. allowance: replaces the options' time limit."""
-        kept = choose_checkpointing(self.gm, self.forward_outputs, self._share_of_gm, options, self.name, strict, allowance)
-        kept = self._of_step(kept)
+        def chosen(strict: bool) -> CheckpointDecision:
+            made = choose_checkpointing(self.gm, self.forward_outputs, self._share_of_gm, options, self.name, strict, allowance)
+            return self._of_step(made)
+
+        try:
+            kept = chosen(strict)
+        except Infeasible as error:
+            outside = None if self.loop is None else self._too_small(chosen(False))
+            if outside is not None and (outside.smallest_budget_bytes or 0) > (error.smallest_budget_bytes or 0):
+                raise outside from None  # what fits into the loop would be refused for what is around it
+            raise
         if strict and not kept.fits:
             raise self._too_small(kept)
         return kept

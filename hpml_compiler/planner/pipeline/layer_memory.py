@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
+from hpml_compiler.planner.checkpointing.rank_sweeps import MOST_SWEEPS
 from hpml_compiler.planner.graph.memory_budget import BudgetShare, GraphMemory
 from hpml_compiler.planner.pipeline.layer_checkpointing import (
     LaterBytes,
@@ -22,7 +23,7 @@ from hpml_compiler.planner.pipeline.layer_checkpointing import (
     halved,
 )
 from hpml_compiler.planner.pipeline.layer_costs import LayerCosts
-from hpml_compiler.planner.pipeline.stage_checkpointing import MOST_SWEEPS, StageCheckpointing, stage_bytes
+from hpml_compiler.planner.pipeline.stage_checkpointing import StageCheckpointing, stage_bytes
 from hpml_compiler.planner.pipeline.stage_halves import base_names, counted_stage
 from hpml_compiler.planner.pipeline.stage_memory import RankMemory, StageBytes, in_flight, sends_on
 from passes.annotations import read

@@ -15,8 +15,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hpml_compiler.options import Options
-from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem, equal_shares, segment_program_of
+from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem, segment_program_of
 from hpml_compiler.planner.checkpointing.offload_cost import offload_price
+from hpml_compiler.planner.checkpointing.rank_sweeps import RankSweeps
 from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, GraphMemory, StepContext
 from hpml_compiler.planner.graph.microbatching import loss_of
 from hpml_compiler.planner.graph.step_problem import StepProblem
@@ -44,9 +45,6 @@ from passes.solver.work_limit import WorkLimit
 from passes.transforms.pipeline.backward_split import weight_part_bytes
 from passes.transforms.pipeline.stage_io import StageHalves
 from passes.transforms.shard.redistributor import MeshGroups
-
-MOST_SWEEPS = 3
-"""Limit of sweeps over the stages of a rank, each decided beside the others as they were decided last."""
 
 
 @dataclass(frozen=True)
@@ -187,20 +185,8 @@ class StageCheckpointing:
         own = self.stages_of(rank)
         if len(own.joints) == 1:
             return (own.problem(own.stages[0], {}).solved(self.options, strict, allowance),)
-        saved = equal_shares(own.stages, lambda k: own.problem(k, {}), self.options)
-        decisions, found = dict[int, CheckpointDecision](), dict[int, CheckpointDecision]()
-        for _ in range(MOST_SWEEPS):
-            for k in own.stages:
-                problem = own.problem(k, saved)
-                decisions[k] = problem.solved(self.options, False, allowance)
-                saved[k] = decisions[k].saved_bytes // self.in_flight(k)
-            found = {k: own.problem(k, saved).recounted(decisions[k]) for k in own.stages}
-            if all(kept.fits for kept in found.values()):
-                break
-        for k, kept in found.items():
-            if strict and not kept.fits:
-                own.problem(k, saved).solved(self.options, True, allowance)
-        return tuple(found.values())
+        sweeps = RankSweeps(own.name, own.stages, own.problem, own.in_flight, self.options, allowance)
+        return sweeps.strictly_decided() if strict else sweeps.decided()
 
     def obeyed_or_decided(self, rank: int, strict: bool, given: GraphPlan | None = None,
                           allowance: WorkLimit | None = None) -> tuple[CheckpointDecision, ...]:

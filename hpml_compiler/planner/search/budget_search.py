@@ -8,6 +8,7 @@ trial, for which checkpointing is solved. The fastest that fits is taken.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from hpml_compiler.planner.graph.optimality_gap import with_gap
@@ -142,14 +143,14 @@ class _BudgetSearch:
             assert self.refusal is not None, "no trial and no refusal"
             raise self.refusal
         closest = self.to_name(others_bytes)
-        least = self.budget_bytes + _excess(closest)
+        least = math.ceil(self.budget_bytes + _excess(closest))
         stepping = _kept(closest).after_bytes == _kept(closest).peak_bytes
         when = ", during the optimizer step" if stepping else ""
         parts = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in _parts(closest).items() if nbytes)
         error = Infeasible(
             f"the step needs at least {format_bytes(least)}{when}, whatever is recomputed, more than the budget of "
             f"{format_bytes(self.budget_bytes)}; at the peak: {parts}", WHERE,
-            ", or ".join([f"set memory_budget to {int(least) + 1} bytes or more", "use fewer rows or more devices",
+            ", or ".join([f"set memory_budget to {least} bytes or more", "use fewer rows or more devices",
                           *remedies]) +
             ("; an optimizer with foreach=False or fused=True needs less temporary memory" if stepping else ""))
         error.smallest_budget_bytes = least

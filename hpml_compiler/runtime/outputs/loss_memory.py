@@ -110,14 +110,18 @@ class LossMemory:
         """Note a loss, or the reason why there is none."""
         self.noted = found
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, refusal: Infeasible | None = None) -> None:
+        """Wait no more. refusal: the error by which the graph with its loss needs more than the memory budget."""
         if not self.stopped:
             self.stopped = reason
             self.losses.clear()
             self._lead()
             if self.refusal is not None:
-                raise Infeasible(f"{self.described()}; without it, {self.refusal.what}", self.refusal.where,
-                                 f"let the model return its loss, or {self.refusal.next_step}")
+                least = refusal or self.refusal
+                error = Infeasible(f"{self.described()}; without it, {self.refusal.what}", least.where,
+                                   f"let the model return its loss, or {least.next_step}")
+                error.smallest_budget_bytes = least.smallest_budget_bytes
+                raise error
             log.info("%s", self.described())
             if self.chunks > 1:
                 log.warning("the loss is not computed in chunks: %s", self.described())

@@ -122,7 +122,7 @@ class RecordedCall:
 class RecordGraph:
     """The calls that the wanted values need, compiled when they are needed for the second time, or at once for gradients.
     inputs: numbers of the values that they start from; between: of those on the way. is_known: True once they were needed.
-    reason: why they are not compiled."""
+    reason: why they are not compiled; refusal: the error, where they do not fit into a memory budget."""
 
     def __init__(self, path: Sequence[RecordedCall], wanted: tuple[int, ...], values: Sequence[RecordedValue]) -> None:
         self.wanted, self.is_known = wanted, False
@@ -132,6 +132,7 @@ class RecordGraph:
         self.between = frozenset(k for call in self._calls for k in call.made).difference(wanted)
         self._function: Callable[..., Any] | None = None
         self._runs_as_today, self.reason = False, ""
+        self.refusal: Infeasible | None = None
 
     @property
     def is_compiled(self) -> bool:
@@ -173,6 +174,8 @@ class RecordGraph:
                 raise reason from error
             if not first or not compat.is_compile_error(error):
                 raise
+            if isinstance(reason, Infeasible):
+                self.refusal = reason.without_frames()
             return self._as_today(f"{type(reason).__name__}: {reason}".splitlines()[0])
         finally:
             counts.are_running = outer

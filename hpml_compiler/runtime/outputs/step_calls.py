@@ -203,7 +203,7 @@ class StepCalls(CallRecord):
         with compat.outside_transforms(), self.modes.again():
             made = graph.compiled(arguments, self.memory.compile)
         if made is None:
-            self.memory.stop(f"the graph with its loss cannot be compiled ({graph.reason})")
+            self.memory.stop(f"the graph with its loss cannot be compiled ({graph.reason})", graph.refusal)
             self.learn("")
             return None
         self.loss, self.known = call, dict(zip(loss.kept, made[1:], strict=True))
