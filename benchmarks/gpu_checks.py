@@ -404,9 +404,10 @@ def checks() -> dict[str, Callable[[argparse.Namespace], dict[str, Any]]]:
     """By name; those of other files import this one."""
     from gpu_checkpoints import checkpoint
     from gpu_outputs import heads, outputs
+    from gpu_recovery import out_of_memory
 
     return {check.__name__: check for check in (
-        environment, energy, collectives, model, step_time, budget, run, profile, outputs, heads, checkpoint)}
+        environment, energy, collectives, model, step_time, budget, run, profile, outputs, heads, checkpoint, out_of_memory)}
 
 
 @contextlib.contextmanager

@@ -4,9 +4,10 @@
 
 Each check (see `gpu_checks.py`) runs in processes of its own with a time limit, so that one that fails hides no other:
 collectives; models on two ranks against eager mode on one device, in float64 and autocast; step time beside inductor's;
-the script's loss in the step; a run that is resumed; peaks below memory budgets; a run with its monitor, memory and energy;
-`hpml profile`; NVML; a large vocabulary beside inductor and liger-kernel. Two ranks share the GPU over gloo where there is
-only one. Prints a table and one line of JSON; the exit code is 0 if all checks were run and passed.
+the script's loss in the step; a run that is resumed; peaks below memory budgets; a step that runs out of memory; a run with
+its monitor, memory and energy; `hpml profile`; NVML; a large vocabulary beside inductor and liger-kernel. Two ranks share the
+GPU over gloo where there is only one. Prints a table and one line of JSON; the exit code is 0 if all checks were run and
+passed.
 
 Nothing is installed or fetched. MODELS.py has `MODELS` and `build(name) -> (model, batch)`; by default small models that
 need torch alone. FOLDER has wheels for packages that the machine lacks (`make gpu-wheels` fetches them elsewhere), which
@@ -60,6 +61,7 @@ def checks(models: list[str]) -> list[Check]:
         Check("energy", needs_hpml=False, limit_s=60, alone=True),
         Check("step_time", limit_s=150, alone=True),
         *(Check("budget", limit_s=200, model=name, alone=True) for name in ("gpt", "convnet")),
+        Check("out_of_memory", limit_s=120, alone=True),
         Check("run", 2, 150, alone=True),
         Check("profile", limit_s=150, alone=True),
         Check("heads", limit_s=280, alone=True),

@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.graph.fx_nodes import is_collective, memory_of, returned_nodes
+from passes.op_rules.rule_table import operator_of
 from passes.transforms.loss_chunks.loss_region import LossRegion, Unchunkable, matrices_of
 
 LEAST_FREED_BYTES, LEAST_FREED_ON_GPU = 16 << 20, 1 << 30
@@ -95,11 +96,12 @@ def _calls_before(node: Node) -> set[Node]:
 
 
 def _held_bytes(gm: GraphModule, region: LossRegion, forward_outputs: int) -> int:
-    """Bytes of what forward computes before the heads, an upper bound of what it saves for backward."""
+    """Bytes of what forward computes before the heads and saves for backward: not what is fused into its readers, which
+    backward computes again."""
     inputs = {memory_of(node) for node in gm.graph.find_nodes(op="placeholder")}
     before: set[Node] = set().union(*(_calls_before(x) for x in (*region.heads, *_losses(gm, forward_outputs))))
-    sizes = {memory: _bytes(node) for node in before.difference(region.calls)
-             if (memory := memory_of(node)) is not None and memory not in inputs}
+    sizes = {memory: _bytes(node) for node in before.difference(region.calls) if operator_of(node.target).fusion != "inlined"
+             and (memory := memory_of(node)) is not None and memory not in inputs}
     return sum(sizes.values())
 
 

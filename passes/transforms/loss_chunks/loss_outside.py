@@ -6,10 +6,12 @@ from torch.fx import GraphModule, Node
 
 from passes.compat import size_hint
 from passes.graph.fx_nodes import memory_of, returned_nodes
+from passes.op_rules.rule_table import operator_of
 from passes.transforms.loss_chunks.chunk_choice import HeadSizes, number_of_chunks
 from passes.transforms.loss_chunks.loss_region import Unchunkable
 
 PRODUCTS = frozenset(("linear", "matmul", "mm", "addmm", "__matmul__", "einsum"))
+CASTS = frozenset(("to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous"))
 _MOST_CALLS = 16
 
 
@@ -57,11 +59,20 @@ def _bytes(node: Node) -> int:
 
 
 def _held_bytes(gm: GraphModule, head: Node) -> int:
-    """Bytes of the results of the calls before the head."""
+    """Bytes of the results of the calls before the head, without views, and without what is fused into its readers."""
     sizes: dict[object, int] = {}
     for node in gm.graph.nodes:
         if node is head:
             break
-        if node.op in ("call_function", "call_method", "call_module"):
-            sizes.setdefault(memory_of(node) or node, _bytes(node))
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and node.op != "placeholder" and not _is_fused(node):
+            sizes.setdefault(memory_of(value), _bytes(node))
     return sum(sizes.values())
+
+
+def _is_fused(node: Node) -> bool:
+    """True for a call that a compiler computes again in its readers, so that nothing saves its result."""
+    name = (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")).strip("_")
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+    return name in CASTS or any(operator_of(each).fusion == "inlined" for each in overloads)
