@@ -204,11 +204,14 @@ class GatherChoice:
 
     @cached_property
     def _gathers(self) -> tuple[str, ...]:
-        """Those that are gathered in the graph."""
-        names, roots = self.annotated.interface.names, values_of_parameters(self.record, self.record.parameters)
+        """Those that are gathered in the graph, in the listed layer or in others that are like it."""
+        names, own = self.annotated.interface.names, self.record.parameters
+        roots = values_of_parameters(self.record, own)
         gathered = {roots.get(move.value) for move in self.record.redistributions
                     if not move.held and any(hop.collective == "all_gather" for hop in move.hops)}
-        return tuple(sorted(name for name in repeatable_gathers(self.annotated.graph, self.times) if names[name] in gathered))
+        alike = {likeness(path, own[path]) for path in gathered if path in own}
+        return tuple(sorted(name for name in repeatable_gathers(self.annotated.graph, self.times)
+                            if likeness(names[name], own[names[name]]) in alike))
 
     @cached_property
     def _reductions(self) -> tuple[str, ...]:

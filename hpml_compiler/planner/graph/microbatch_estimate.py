@@ -88,7 +88,7 @@ def _of_all_layers(record: GraphPlan, names: Collection[str], traced: Collection
 
 def likeness(name: str, parameter: ParameterPlan) -> tuple[object, ...]:
     """Equal for parameters of equal layers that are stored alike."""
-    return block_class(name), parameter.shape, parameter.dtype, parameter.placements
+    return block_class(name), parameter.shape, parameter.dtype, parameter.placements, parameter.held
 
 
 def _predicted(record: GraphPlan, step: StepGraph, count: int) -> PredictedCost:

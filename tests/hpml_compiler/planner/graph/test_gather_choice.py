@@ -1,6 +1,8 @@
 """Gathers and reductions that microbatches repeat -> the least time within a device's memory, as by trying out all choices."""
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 from itertools import chain, combinations
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import hpml_compiler
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.gather_choice import GatherChoice
 from hpml_compiler.planner.graph.graph_planning import plan_graph
@@ -17,7 +20,8 @@ from passes.presets import annotate
 from passes.sharding.loop_gathers import LoopGathers
 from passes.solver.exhaustive_search import brute_force
 from passes.solver.solvers import SolverOptions
-from tests.passes.traced import mlp, trace_joint
+from tests.hpml_compiler.planner.test_offline_budget import EAGER
+from tests.passes.traced import mlp, trace_joint, transformer
 
 MICROBATCHES = 4
 
@@ -62,3 +66,12 @@ def test_a_pin_leaves_no_choice_of_gathers():
 def test_a_saved_choice_is_obeyed():
     choice = choice_of(mlp(64, 256, 2), 64)
     assert replace(choice, given=choice.all).within(1e12)[0] == choice.all
+
+
+def test_a_gather_that_repeats_does_so_in_all_layers_of_a_deeper_model():
+    model, batch = transformer(64, 32, 2, 8, rows=8, length=16)
+    plan = hpml_compiler.plan(model, batch, cluster="1x4:h100-80g", mesh={"dp": 4}, zero=3, gather="each", microbatches=2,
+                              memory_budget=10**10, **EAGER)
+    (graph,) = plan.graphs
+    layers = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in graph.microbatches.gathered)
+    assert {count for name, count in layers.items() if ".*." in name} == {8}
