@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers, which do not see `_WHERE`
     from hpml_compiler.api import plan
     from hpml_compiler.checkpoints.checkpointer import Checkpointer
+    from hpml_compiler.elastic.attempts import attempts
     from hpml_compiler.integrations.accelerate import one_device
     from hpml_compiler.plan_api.model_plan import Plan
     from hpml_compiler.run_recording.recorder import Monitor
@@ -21,12 +22,14 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see `_WHERE`
     from hpml_compiler.weights.meta_models import initialize
     from hpml_compiler.weights.whole_weights import load, save
 
-__all__ = ["Checkpointer", "Monitor", "Plan", "distribute", "distribute_batch", "full_state_dict", "initialize", "last_plan",
+__all__ = ["Checkpointer", "Monitor", "Plan", "attempts", "distribute", "distribute_batch", "full_state_dict", "initialize",
+           "last_plan",
            "last_report", "last_stages", "load", "one_device", "plan", "reset", "save"]
 
 _WHERE = {
     "Checkpointer": "checkpoints.checkpointer.Checkpointer", "Monitor": "run_recording.recorder.Monitor",
     "Plan": "plan_api.model_plan.Plan",
+    "attempts": "elastic.attempts.attempts",
     "distribute": "runtime.batch.distributed_loader.distribute",
     "distribute_batch": "runtime.batch.distributed_loader.distribute_batch",
     "full_state_dict": "runtime.dtensor.state_dicts.full_state_dict", "initialize": "weights.meta_models.initialize",

@@ -31,6 +31,10 @@ class SessionState:
         """Replace the session's object of this class. The one before is not closed."""
         self._parts[type(part)] = part
 
+    def take(self, kind: type[T]) -> T | None:
+        """Remove the session's object of this class and return it, not closed; None if there is none."""
+        return self._parts.pop(kind, None)
+
     def reset(self) -> None:
         """Forget what is known of the models compiled so far: objects of classes with `is_of_models`."""
         self._parts = {kind: part for kind, part in self._parts.items() if not getattr(kind, "is_of_models", False)}

@@ -41,7 +41,7 @@ LAYERS = {
         ("session",),
         ("run_recording",),
         ("checkpoints", "run_reports", "weights", "profile", "instruments"),
-        ("compile", "api"),
+        ("compile", "api", "elastic"),
         ("backend", "instruments.calibration"),
         ("commands",),
         ("cli",),

@@ -114,6 +114,26 @@ class Checkpointer:
             if staged:
                 self._buffers.give_back(saving.staged)
 
+    @property
+    def run_state(self) -> RunState:
+        """The objects whose state is saved."""
+        return self._state
+
+    def has(self, steps: int) -> bool:
+        """True if there is a checkpoint after this number of steps. All ranks call it."""
+        return from_all_ranks(this_rank() == 0 and steps in self._folder.steps())[0]
+
+    def give_up_saves(self) -> None:
+        """Drop the checkpoints in flight: ranks that wrote a part are gone."""
+        self._queue.give_up()
+
+    def regroup(self) -> None:
+        """Go on with the present process group of all ranks, after `give_up_saves`. All of its ranks call it."""
+        self._writer = CheckpointWriter(self._folder, _own_group())
+        self._signals.regroup(_own_group())
+        if this_rank() == 0:
+            self._folder.remove_unfinished()
+
     def wait(self) -> None:
         """Wait until the checkpoints in flight are complete. Raises the error of the first that failed."""
         self._queue.wait()

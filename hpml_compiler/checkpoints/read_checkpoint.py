@@ -53,6 +53,10 @@ class CheckpointReader:
         with folder.read(name_of(manifest.step), STATE) as stream:
             self.state: dict[str, Any] = json.loads(stream.read())
 
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
     def names(self, group: str) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Dtypes and shapes of the tensors of a group ("model"), by name in it."""
         start = f"{group}/"

@@ -42,8 +42,9 @@ class RunState:
                                "wrap the loader: hpml_compiler.distribute(loader), or use torchdata's StatefulDataLoader"
                                if name == "loader" else "give objects that have both, such as a scheduler or GradScaler")
 
-    def collect(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
-        """Tensors by name, the state without them, and this rank's own state (random states, position in the data)."""
+    def collect(self, compression: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
+        """Tensors by name, the state without them, and this rank's own state (random states, position in the data).
+        compression: also the state of PowerSGD; all ranks must call it then."""
         self._check_memory()
         encoder = StateEncoder()
         state: dict[str, Any] = {"model": {}}
@@ -52,7 +53,8 @@ class RunState:
                 encoder.tensors[f"model/{name}"] = value
             else:
                 state["model"][name] = encoder.encode(value, f"extra/model.{name}")
-        encoder.tensors.update((f"compression/{name}", each) for name, each in compression_tensors(self.model).items())
+        if compression:
+            encoder.tensors.update((f"compression/{name}", each) for name, each in compression_tensors(self.model).items())
         state["optimizers"] = [self._optimizer_state(k, encoder) for k in range(len(self.optimizers))]
         state["schedulers"] = [encoder.encode(each.state_dict(), f"extra/scheduler{k or ''}")
                                for k, each in enumerate(self.schedulers)]
@@ -124,7 +126,7 @@ class RunState:
                                "call hpml_compiler.initialize(model) or hpml_compiler.load(model, folder) before")
 
     def _check(self, reader: CheckpointReader, tensors: Mapping[str, torch.Tensor]) -> None:
-        where, state = f"checkpoint of step {reader.manifest.step}", reader.state
+        where, state = f"checkpoint of step {reader.step}", reader.state
         saved = reader.names("model")
         mine = {name: (value.dtype, value.size()) for name, value in tensors.items()}
         for name in sorted(saved.keys() | mine.keys()):

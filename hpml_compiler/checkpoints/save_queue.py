@@ -43,6 +43,11 @@ class SaveQueue:
         finally:
             self._thread.shutdown()
 
+    def give_up(self) -> None:
+        """Wait for the saves and ignore their errors: of those in flight, ranks that are gone have written a part."""
+        while self._saves:
+            self._saves.popleft().exception()
+
     def _take(self) -> None:
         error = self._saves.popleft().result()
         if error is not None:

@@ -55,6 +55,10 @@ class StopSignals:
         work.wait()
         return int(number)
 
+    def regroup(self, group: dist.ProcessGroup | None) -> None:
+        """Go on with another group of all ranks."""
+        self._group, self._sent = group, None
+
     def close(self) -> None:
         """Restore the handlers of before."""
         with contextlib.suppress(RuntimeError, ValueError):  # the group may be gone

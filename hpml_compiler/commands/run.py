@@ -46,6 +46,10 @@ def run(
     shutdown_timeout: Annotated[int | None, typer.Option(
         min=1, metavar="SECONDS", help="How long ranks may run on after a signal, as to save a checkpoint.",
         show_default="30")] = None,
+    elastic: Annotated[bool, typer.Option(
+        "--elastic", help="Where a rank is lost, the others go on in their processes (hpml_compiler.attempts).")] = False,
+    replace: Annotated[bool, typer.Option(
+        "--replace", help="With --elastic: start another process for each rank that is lost, which joins the others.")] = False,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT names a module, as in `python -m`.")] = False,
 ) -> None:
     """Run a training script on every device with torchrun and sensible defaults.
@@ -68,10 +72,15 @@ def run(
         _become_rank(given, nproc, max_restarts, module, script, arguments or [])
     nnodes = nnodes or os.environ.get("PET_NNODES") or (str(given.nodes) if given else "1")
     ranks = nproc or _wanted_ranks() or default_ranks()
-    may_restart, alone = max_restarts > 0 or ":" in nnodes, _is_alone(nnodes, rdzv_endpoint)
+    may_restart, alone = (max_restarts > 0 or ":" in nnodes) and not elastic, _is_alone(nnodes, rdzv_endpoint)
     for name, value in environment_defaults(ranks, may_restart, alone).items():
         os.environ.setdefault(name, value)
     module, script, arguments = started(script, arguments or [], module, own_store=may_restart and alone)
+    if elastic:
+        from hpml_compiler.elastic.launcher import run_elastic
+
+        command = [sys.executable, *(["-m"] if module else []), script, *arguments]
+        raise typer.Exit(run_elastic(command, ranks, max_restarts, replace, shutdown_timeout or 30, alone))
     options = [*_rendezvous(nnodes, node_rank, rdzv_endpoint, given), *(["--local-addr=127.0.0.1"] if alone else []),
                f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}", *(["--module"] if module else [])]
     raise typer.Exit(_torchrun(options, script, arguments, shutdown_timeout))

@@ -196,6 +196,11 @@ def rebind_in(holders: list[Any], olds: list[nn.Parameter], news: Sequence[nn.Pa
     _Rebinding(olds, news).replace_in(holders)
 
 
+def rebind_all(olds: list[Any], news: Sequence[Any]) -> None:
+    """Replace old objects by new ones in all objects that refer to them, as `rebind` does; the old ones stay as they are."""
+    _Rebinding(olds, news).run()
+
+
 class _Rebinding:
     """Replaces old objects (parameters, autograd nodes) by new ones in the objects that refer to them."""
 

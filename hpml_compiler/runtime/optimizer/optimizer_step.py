@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -74,6 +75,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     step = state_of(_LocalSteps).pop(optimizer, None)
     if step is not None:
         step.undo(optimizer)
+
+
+def forget_steps(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Give optimizers that an error left in the middle of a step their placed parameters again."""
+    for optimizer in optimizers:
+        _after_step(optimizer, (), {})
 
 
 def placed_groups(optimizer: torch.optim.Optimizer) -> list[list[Any]] | None:

@@ -30,7 +30,7 @@ def ensure_process_group() -> int:
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return 1
-        timeout = timedelta(seconds=float(os.environ.get("HPML_PG_TIMEOUT_S", DEFAULT_TIMEOUT_S)))
+        timeout = _wanted_timeout()
         if torch.cuda.is_available():
             init_group_on_gpus(timeout)
         else:
@@ -39,6 +39,18 @@ def ensure_process_group() -> int:
     if "gloo" in dist.get_backend_config():
         compat.use_single_gloo_allgather()
     return dist.get_world_size()
+
+
+def form_process_group(store: Any, rank: int, ranks: int) -> None:
+    """Create the process group in place of one that was destroyed, over gloo, with the timeout of `ensure_process_group`."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_wanted_timeout())
+    atexit.unregister(_end_with_the_script)
+    atexit.register(_end_with_the_script)
+    ensure_process_group()
+
+
+def _wanted_timeout() -> timedelta:
+    return timedelta(seconds=float(os.environ.get("HPML_PG_TIMEOUT_S", DEFAULT_TIMEOUT_S)))
 
 
 def _end_with_the_script() -> None:

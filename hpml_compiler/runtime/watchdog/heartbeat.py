@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,6 +232,13 @@ def board() -> SharedBoard | None:
     return None if live is None else SharedBoard(live)
 
 
+class LossNotice:
+    """is_known: a launcher that lets the other ranks go on knows that one is lost; it may wait a little to learn that."""
+
+    def __init__(self, is_known: Callable[[], bool] = lambda: False) -> None:
+        self.is_known = is_known
+
+
 def name_lost_rank(error: Exception) -> Exception:
     """The error to raise in place of one from a collective: it names the rank that is late or gone. Other errors are
     returned unchanged, and recorded in this rank's status."""
@@ -241,6 +248,9 @@ def name_lost_rank(error: Exception) -> Exception:
     if not is_distributed(error):
         state_of(RankStatus).raised = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return error
+    if state_of(LossNotice).is_known():
+        return RankLost("a rank is lost, and the others go on", f"rank {live.board.rank}, {live.status.place()}",
+                        "run each step in an attempt: hpml_compiler.attempts")
     lost = live.name(error)
     live.fail(lost, secondary=True)
     return lost

@@ -81,8 +81,22 @@ def side_store(prefix: str, timeout_s: float) -> Any:
         store = store.underlying_store
     if not isinstance(store, c10d.TCPStore):
         return None
-    return c10d.PrefixStore(prefix, c10d.TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s),
-                                                  wait_for_workers=False))
+    return c10d.PrefixStore(prefix, connect_to_store(store.host, store.port, timeout_s))
+
+
+def connect_to_store(host: str, port: int, timeout_s: float = 60.0) -> Any:
+    """A connection to the store that another process serves."""
+    return cast("Any", dist).TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def loopback_store() -> Any:
+    """A store that this process serves on a free port of 127.0.0.1 alone, for the processes that it starts."""
+    return _store_on_loopback("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def store_below(prefix: str, store: Any) -> Any:
+    """The keys of a store that begin with a prefix."""
+    return cast("Any", dist).PrefixStore(prefix, store)
 
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

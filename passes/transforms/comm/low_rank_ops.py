@@ -53,6 +53,9 @@ class LowRankStates:
         self._found: dict[int, tuple[StorageWeakRef, LowRankState]] = {}
         self.restored: list[Callable[[torch.Tensor], LowRankState | None]] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._found or self.restored)
+
     def of(self, parameter: torch.Tensor) -> LowRankState | None:
         place, state = self._found.get(_key(parameter), (None, None))
         if place is not None and not place.expired():  # else another tensor had its address

@@ -1,0 +1,50 @@
+"""A rank of three is killed in a step -> the other two go on in their processes, with the losses of one device."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hpml_compiler.elastic import elastic_train
+from tests.hpml_compiler.elastic.elastic_train import KILLED_AT, train
+
+STEPS, TOLERANCE = 9, 1e-5
+WHOLE, SHARDED = {"compiler": "eager", "zero": 0}, {"compiler": "eager", "zero": 3}
+
+
+@pytest.mark.parametrize(("place", "options", "source", "replace"), [
+    ("backward", WHOLE, "memory, after step 5", False),
+    pytest.param("forward", WHOLE, "memory, after step 5", False, marks=pytest.mark.slow),
+    pytest.param("optimizer", WHOLE, "memory, after step", True, marks=pytest.mark.slow),
+    pytest.param("backward", SHARDED, "the checkpoint, after step 3", False, marks=pytest.mark.slow),
+])
+def test_survivors_go_on(tmp_path: Path, place: str, options: dict, source: str, replace: bool) -> None:
+    steps = 40 if replace else STEPS
+    flags = ["--elastic", "--nproc", "3", "--max-restarts", "1", *(["--replace"] if replace else [])]
+    ran = subprocess.run([sys.executable, "-m", "hpml_compiler.cli", "run", *flags, elastic_train.__file__, str(tmp_path),
+                          str(steps), place, json.dumps(options)], capture_output=True, text=True, timeout=100,
+                         env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0 and "not split" not in ran.stderr, ran.stderr[-6000:]
+    assert f"go on with 2 ranks from {source}" in ran.stderr, ran.stderr[-6000:]
+    train(tmp_path, steps)
+    alone = _lines(tmp_path, "_alone")
+    for member in ("0", "2"):
+        lines = _lines(tmp_path, member)
+        assert len({pid for _, _, pid, _, _ in lines}) == 1, "the process of before"
+        assert [step for step, *_ in lines][-1] == alone[-1][0]
+        assert replace or {step for step, _, _, ranks, _ in lines if ranks == 2} >= {*range(KILLED_AT, steps)}
+        for step, loss, *_ in lines:
+            assert loss == pytest.approx(alone[step][1], rel=TOLERANCE)
+    assert ("go on with 3 ranks from memory" in ran.stderr and (tmp_path / "losses3").exists()) == replace
+    values, expected = (torch.load(tmp_path / f"model{name}.pt") for name in ("", "_alone"))
+    for name, value in expected.items():
+        torch.testing.assert_close(values[name], value, rtol=1e-3, atol=1e-4)
+
+
+def _lines(folder: Path, member: str) -> list[tuple[int, float, int, int, float]]:
+    return [tuple(json.loads(line)) for line in (folder / f"losses{member}").read_text().splitlines()]  # type: ignore[misc]
