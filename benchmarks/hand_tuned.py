@@ -66,7 +66,7 @@ class PinnedGrid:
 
     def run(self, points: Iterator[PinnedPoint], most: int) -> None:
         for point in points:
-            if self.found and point.candidate.step_bound_us >= min(self.found)[0]:
+            if self.found and point.candidate.bound_us >= min(self.found)[0]:
                 self.ruled_out += 1
             elif self.planned < most:
                 self.planned += 1

@@ -148,7 +148,7 @@ class PredictedCost(Record):
 class SolverReport(Record):
     """Result of the solver: status ("optimal", "feasible", ...), cost and proven bound, relative gap, problem size, seconds.
     objective: the minimized quantity. With "energy", `cost` and `bound` are in µJ of one device. simulated_us: the step with
-    communication that overlaps computation, where configurations were compared by it, and simulated_bound_us, its bound."""
+    overlap, where configurations were compared by it: then it is the cost, and simulated_bound_us the bound."""
 
     status: str
     cost: float | None

@@ -279,9 +279,8 @@ def describe_solver(report: SolverReport) -> str:
     """Status, bound and gap of a solve, as far as they are known."""
     bound = "" if report.bound is None else f", bound {format_objective(report.bound, report.objective)}"
     gap = "" if report.gap is None else f", gap {report.gap:.2%}"
-    step = "" if report.simulated_us is None or report.simulated_bound_us is None else (
-        f"; with overlap a step of {format_us(report.simulated_us)}, bound {format_us(report.simulated_bound_us)}")
-    return f"{report.status}{bound}{gap}{step}"
+    step = "" if report.simulated_us is None else f", of {format_us(report.simulated_us)} with overlap"
+    return f"{report.status}{step}{bound}{gap}"
 
 
 def describe_energy(energy_j: float, step_time_us: float, devices: int, label: str | None) -> str:

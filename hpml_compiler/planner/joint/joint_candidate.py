@@ -8,7 +8,13 @@ from typing import Any
 from hpml_compiler.options import Options
 from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, WITHOUT_STAGES, OpenSchedule, rows_over
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS
-from passes.pipeline.least_step import least_interleaved_us, least_of_layers_us, least_step_us
+from passes.pipeline.least_step import (
+    least_even_interleaved_us,
+    least_interleaved_us,
+    least_of_layers_us,
+    least_step_us,
+    most_layers,
+)
 from passes.simulation.event_simulator import least_overlapped_us
 
 KEPT_OF_ALL = 0.1
@@ -94,17 +100,30 @@ class JointCandidate:
 
     @cached_property
     def bound_us(self) -> float:
-        """No step of this configuration takes less without overlap, whatever is recomputed or sent: the placements of the whole
-        batch on a stage's ranks, with everything saved, are the least work of all stages together."""
-        return self._least_us(self.cost.bound_us)
-
-    @cached_property
-    def step_bound_us(self) -> float:
-        """No simulated step of this configuration takes less: all communication may overlap, which slows down both."""
+        """No simulated step of this configuration takes less, whatever is recomputed or sent: the placements of the whole batch
+        on a stage's ranks, with everything saved, are the least work of all stages together, of which all communication may
+        overlap computation, which slows down both."""
         return self._least_us(least_overlapped_us(self.cost.bound_us, self.stages * self.least.us, self.contention))
 
     def _least_us(self, work_us: float) -> float:
         """The least time of a rank if all stages take work_us. Stages compute the layers and what is around them in order."""
+        return max(self._of_all_cuts_us(work_us), self._of_even_cuts_us(work_us))
+
+    def _of_even_cuts_us(self, work_us: float) -> float:
+        """The least time over cuts whose slowest stage is as fast as it can be, as those of the planner."""
+        least, p, count, schedule = self.least, self.stages, self.microbatches, self.schedule
+        if p == 1 or not least.layers or not self.cost.layers_us or schedule.name == "zbv":
+            return 0.0
+        ends_us = max(self.cost.compute_us - self.cost.layers_us, 0.0)
+        most = most_layers(least.layers, p * schedule.virtual_stages, ends_us, self.cost.layers_us / least.layers)
+        layers_us = p * least.layers_us
+        most_us = most * layers_us / least.layers
+        if schedule.virtual_stages > 1:
+            return least_even_interleaved_us(layers_us, p, count, schedule.virtual_stages, most_us)
+        waited = 1.0 if schedule.bubble >= 1 else least.forward_share
+        return least_step_us(max(work_us, p * least.us), layers_us, p, count, waited, most_us)
+
+    def _of_all_cuts_us(self, work_us: float) -> float:
         least, p = self.least, self.stages
         work_us = max(work_us, p * least.us)
         if p == 1:

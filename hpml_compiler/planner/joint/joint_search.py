@@ -57,9 +57,8 @@ of GPT-3 175B take 14 s of CPU time."""
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A plan that fits. us: by its objective; simulated_us: with overlap."""
+    """A plan that fits. simulated_us: of its step, with overlap: the objective."""
 
-    us: float
     simulated_us: float
     plan: Plan
     candidate: JointCandidate
@@ -87,8 +86,8 @@ class JointSearch:
     """Configurations that were refused when their part of the work limit was over, with the reason."""
     unplanned: int = 0
     """Number of configurations that the work limit left."""
-    step_bounds_us: list[float] = field(default_factory=list)
-    """Bounds of the simulated steps of all configurations that were considered."""
+    bounds_us: list[float] = field(default_factory=list)
+    """Bounds of all configurations that were considered."""
 
     def __post_init__(self) -> None:
         self.of_meshes = WorkLimit(ALL_MESHES * self.allowance.seconds)
@@ -122,7 +121,7 @@ class JointSearch:
     def candidates(self) -> list[JointCandidate]:
         """All configurations, in the order in which they are planned."""
         found = sorted(self._candidates(), key=lambda each: (not each.may_fit, each.us))
-        self.step_bounds_us += [each.step_bound_us for each in found]
+        self.bounds_us += [each.bound_us for each in found]
         return found
 
     def _plan_all(self, candidates: Iterable[JointCandidate]) -> None:
@@ -171,9 +170,9 @@ class JointSearch:
         if plan.memory.peak > candidate.limit:
             self._refuse(candidate, f"it takes {format_bytes(plan.memory.peak)}", part.was_over and not last)
             return
-        us = plan.predicted.step_time_us
+        us = simulate(plan).step_us
         log.info("%s on the mesh %s: %s a step, %s", candidate, candidate.mesh, format_us(us), format_bytes(plan.memory.peak))
-        self.found.append(FoundPlan(us, simulate(plan).step_us, plan, candidate))
+        self.found.append(FoundPlan(us, plan, candidate))
 
     def _refuse(self, candidate: JointCandidate, reason: str, cut_short: bool) -> None:
         if cut_short:
@@ -261,13 +260,13 @@ class JointSearch:
         """The plan with the bound over all configurations that were considered."""
         for each in self.found:
             if each is not best:
-                self._reject(each.candidate, "its simulated step is slower", each.us)
-        us, plan, candidate = best.us, best.plan, best.candidate
-        bounds = [us, *(each.bound for each in self.rejected if each.bound is not None)]
-        bound, gap = min(bounds), 1.0 - min(bounds) / us if us else 0.0
+                self._reject(each.candidate, "its simulated step is slower", each.simulated_us)
+        us, plan, candidate = best.simulated_us, best.plan, best.candidate
+        bound = min([us, *self.bounds_us, *(each.simulated_us for each in self.found)])
+        gap = 1.0 - bound / us if us else 0.0
         optimal = gap <= self.traces.options.gap and not self.allowance.is_over
         solved = {"status": "optimal" if optimal else "feasible", "cost": us, "bound": bound, "gap": gap,
-                  "simulated_us": best.simulated_us, "simulated_bound_us": min(best.simulated_us, *self.step_bounds_us)}
+                  "simulated_us": us, "simulated_bound_us": bound}
         graphs = tuple(graph.model_copy(update={"solver": graph.solver.model_copy(update=solved)}) for graph in plan.graphs)
         log.info("nothing was pinned: hpml chose the mesh %s, %s; it is at most %.1f %% above the bound of %s", candidate.mesh,
                  candidate, 100 * gap, format_us(bound))

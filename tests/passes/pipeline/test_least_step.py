@@ -5,9 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.pipeline.least_step import least_interleaved_us, least_of_layers_us, least_step_us
+from passes.pipeline.least_step import (
+    least_even_interleaved_us,
+    least_interleaved_us,
+    least_of_layers_us,
+    least_step_us,
+    most_layers,
+)
 from passes.pipeline.pipeline_schedule import make_schedule
 from passes.pipeline.pipeline_timeline import TimedStage, simulate_pipeline
+from passes.solver.balanced_partition import equal_cut
 
 TIMES = st.floats(0.1, 5.0)
 
@@ -72,3 +79,37 @@ def test_one_stage_waits_for_nothing_and_one_microbatch_for_all():
 def test_layers_are_not_divided():
     assert least_of_layers_us(96.0, 96, 64) == 2.0 and least_of_layers_us(96.0, 96, 32) == 3.0
     assert least_of_layers_us(0.0, 0, 4) == 0.0
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_even_cut_of_equal_layers_takes_less(schedule, virtual, data):
+    ranks, share = data.draw(st.integers(2, 4)), data.draw(st.floats(0.1, 0.9))
+    layers, count = data.draw(st.integers(ranks * virtual, 24)), ranks * data.draw(st.integers(1, 4))
+    ends = [data.draw(st.sampled_from([0.0, 0.3, 1.7, 4.0])) for _ in range(2)]
+    times, stages = [ends[0] or 1e-9, *[1.0] * layers, ends[1] or 1e-9], ranks * virtual
+    cut = equal_cut(times, [0.0] * (len(times) - 1), stages)
+    assert cut is not None
+    most = most_layers(layers, stages, sum(ends), 1.0)
+    timed, own = [], []
+    for start, stop in zip([0, *cut], cut):
+        work = sum(times[start:stop])
+        own.append(work)
+        assert stop - start - (start == 0) - (stop == len(times)) <= most
+        split = 0.5 * (1 - share) * work if schedule == "zero_bubble" else None
+        timed.append(TimedStage(share * work, (1 - share) * work, 0.0, 0.0, weight_us=split))
+    played = simulate_pipeline(make_schedule(schedule, ranks, count, virtual), timed).step_us
+    if virtual > 1:
+        bound = least_even_interleaved_us(count * layers, ranks, count, virtual, count * most)
+    else:
+        waited = share if schedule == "zero_bubble" else 1.0
+        bound = least_step_us(count * sum(own), count * layers, ranks, count, waited, count * most)
+    assert count * layers / ranks <= bound * (1 + 1e-9) and bound <= played * (1 + 1e-9)
+
+
+def test_even_stages_wait_as_long_as_they_are():
+    """Without ends, and with as many layers on each stage: the bubble of 1F1B, and half of it with two stages on a rank."""
+    assert least_step_us(8.0, 8.0, 4, 8, most_us=2.0) == pytest.approx(2.0 * (1 + 3 / 8))
+    assert least_step_us(8.0, 8.0, 4, 8) < 2.0 * (1 + 3 / 8)
+    assert least_even_interleaved_us(8.0, 4, 8, 2, 1.0) == pytest.approx(2.0 * (1 + 3 / 16))
