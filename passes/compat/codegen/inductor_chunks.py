@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._inductor import config, ir
 from torch._inductor.fx_passes.reinplace import InplaceableOp
-from torch._inductor.lowering import register_lowering
+from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V
 
 from passes.compat.codegen.inductor_order import graph_positions, stable_topological_order
@@ -46,11 +46,21 @@ def _lower_add_product(total: Any, a: Any, b: Any) -> Any:
     return total
 
 
+def _lower_sum(total: Any, part: Any) -> Any:
+    """Graphs have this operator from `passes.transforms.loss_chunks`."""
+    found = lowerings[aten.add.Tensor](total, part)
+    found.realize()
+    return found
+
+
 @contextlib.contextmanager
 def products_added_in_place() -> Iterator[None]:
-    """Context in which inductor adds a product into the memory of a sum that nothing else reads."""
+    """Context in which inductor adds a product into the memory of a sum that nothing else reads, and other large parts of a sum
+    one by one."""
     key = {**config.unsafe_marked_cacheable_functions, "hpml.turns": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     added = InplaceableOp(aten.addmm_.default, 0, _adds_products)
+    if hasattr(torch.ops.hpml, "add_to_sum"):
+        register_lowering(torch.ops.hpml.add_to_sum.default, type_promotion_kind=None)(_lower_sum)
     with (replaced({"inplaceable_ops": lambda usual: {**usual, aten.addmm.default: added}}),
           config.patch(unsafe_marked_cacheable_functions=key)):
         yield

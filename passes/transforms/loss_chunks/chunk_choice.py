@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from passes.analyses.inductor_fusion import is_inlined
 from passes.graph.fx_nodes import is_collective, memory_of, returned_nodes
-from passes.op_rules.rule_table import operator_of
 from passes.transforms.loss_chunks.loss_region import LossRegion, Unchunkable, matrices_of
 
 LEAST_FREED_BYTES, LEAST_FREED_ON_GPU = 16 << 20, 1 << 30
@@ -100,7 +100,7 @@ def _held_bytes(gm: GraphModule, region: LossRegion, forward_outputs: int) -> in
     backward computes again."""
     inputs = {memory_of(node) for node in gm.graph.find_nodes(op="placeholder")}
     before: set[Node] = set().union(*(_calls_before(x) for x in (*region.heads, *_losses(gm, forward_outputs))))
-    sizes = {memory: _bytes(node) for node in before.difference(region.calls) if operator_of(node.target).fusion != "inlined"
+    sizes = {memory: _bytes(node) for node in before.difference(region.calls) if not is_inlined(node.target)
              and (memory := memory_of(node)) is not None and memory not in inputs}
     return sum(sizes.values())
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from passes.analyses.inductor_fusion import is_inlined
 from passes.compat import size_hint
 from passes.graph.fx_nodes import memory_of, returned_nodes
-from passes.op_rules.rule_table import operator_of
 from passes.transforms.loss_chunks.chunk_choice import HeadSizes, number_of_chunks
 from passes.transforms.loss_chunks.loss_region import Unchunkable
 
@@ -75,4 +75,4 @@ def _is_fused(node: Node) -> bool:
     name = (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")).strip("_")
     packet = getattr(torch.ops.aten, name, None)
     overloads = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
-    return name in CASTS or any(operator_of(each).fusion == "inlined" for each in overloads)
+    return name in CASTS or any(is_inlined(each) for each in overloads)

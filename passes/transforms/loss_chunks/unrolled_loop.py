@@ -32,6 +32,11 @@ aten, prims = torch.ops.aten, torch.ops.prims
 torch.library.define("hpml::beside_gradients", "(Tensor loss, Tensor[] gradients) -> Tensor")
 BESIDE = torch.ops.hpml.beside_gradients.default
 """The loss, as a result of its gradients, too: partitioners would compute these in backward, from the logits of all chunks."""
+torch.library.define("hpml::add_to_sum", "(Tensor total, Tensor part) -> Tensor")
+ADD = torch.ops.hpml.add_to_sum.default
+"""An addition that compilers do not move into a kernel after the loop, for which the parts of all chunks would wait."""
+LEAST_PART_BYTES = 1 << 20
+"""Parts of a sum from this size on are added in their own chunk."""
 Chunk = tuple[int, int]
 """The first row of a chunk, and the one after its last."""
 
@@ -40,6 +45,12 @@ Chunk = tuple[int, int]
 @torch.library.register_fake("hpml::beside_gradients")
 def _beside_gradients(loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return loss.clone()
+
+
+@torch.library.impl("hpml::add_to_sum", "CompositeExplicitAutograd")
+@torch.library.register_fake("hpml::add_to_sum")
+def _add_to_sum(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return total + part
 
 
 class _InForward(CallInserter):
@@ -176,7 +187,8 @@ class LoopUnroller:
         if found and part.target is aten.mm.default:  # which compilers add in place, so that no product takes memory
             found[:] = [insert(aten.addmm.default, found[0], *part.args)]
         else:
-            found[:] = [insert(aten.add.Tensor, found[0], part) if found else part]
+            add = ADD if part.meta["val"].nbytes >= LEAST_PART_BYTES else aten.add.Tensor
+            found[:] = [insert(add, found[0], part) if found else part]
 
     def _hold(self, gradients: list[Node]) -> None:
         """Let forward compute the gradients."""

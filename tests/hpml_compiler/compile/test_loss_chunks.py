@@ -84,6 +84,21 @@ def test_a_budget_is_met_by_chunks_and_their_peak_is_predicted(caplog):
     assert held < hpml_compiler.last_plan().peak.bytes < budget
 
 
+def test_gradients_in_16_bits_do_not_wait_for_all_chunks():
+    head = torch.nn.Linear(256, 8192, bias=False).bfloat16()
+    compiled = torch.compile(lambda h, y: ce(head(h), y), backend="hpml", options={"loss_chunks": 8})
+    h, y = torch.randn(16, 256, dtype=torch.bfloat16, requires_grad=True), torch.arange(16)
+    for _ in range(2):
+        head.zero_grad()
+        profile = StepProfile("cpu")
+        compiled(h, y).backward()
+    measured = profile.stop(0)
+    assert measured is not None and measured.peak_bytes is not None
+    assert measured.peak_bytes < 6 * head.weight.nbytes, "of which 1 is the weight; the parts of all chunks would be 8"
+    expected, found = head.weight.grad.clone(), torch.autograd.grad(ce(head(h), y), head.weight)[0]
+    torch.testing.assert_close(expected, found, rtol=0.02, atol=1e-4)
+
+
 def test_logits_that_are_deferred():
     model = Headed(lambda m, h, y: (lambda x: (ce(x, y), x))(m.head(h)), head=torch.nn.Linear(WIDTH, 32 * WORDS * 32)).double()
     compiled = torch.compile(model, backend="hpml", options={"compiler": "eager", "loss_chunks": 4})
