@@ -74,7 +74,7 @@ class OfflinePlanner:
     """trained: bytes of the model's trained parameters, by name: the optimizer has all of them. graphs: under a budget, memory
     of the graphs planned so far, by name; met: names of their parameters. rejected: meshes that other plans were better
     than. hurried: plan one of many candidates: fewer choices are tried, and where a few layers do not represent the model,
-    `DepthsDiffer` is raised."""
+    `DepthsDiffer` is raised. only_graph: of the model, so that it has all stages that are pinned."""
 
     def __init__(self, options: Options, cluster: Cluster, trained: Mapping[str, float], hurried: bool = False):
         self.options = options.model_copy(update={"plan": options.load_plan()})
@@ -83,12 +83,14 @@ class OfflinePlanner:
         self.graphs: dict[str, GraphMemory] = {}
         self.met: set[str] = set()
         self.rejected: list[MeshAttempt] = []
+        self.only_graph = False
         self.boundaries = GraphBoundaries()
 
     def plan(self, traces: TracedModel, allowance: WorkLimit) -> list[GraphPlan]:
         """Plans of all graphs: of a deep model from the trace of a few of its layers, where that is sound."""
         if traces.shortened is not None:
             folded, annotated = traces.shortened
+            self.only_graph = True
             try:
                 return [self._of_few_layers(self.problem("graph_0", traces.few, annotated, allowance, folded))]
             except DepthsDiffer as error:
@@ -98,6 +100,7 @@ class OfflinePlanner:
                 self.graphs.clear()
                 self.met.clear()
         records: list[GraphPlan] = []
+        self.only_graph = len(traces.traced) == 1 and not traces.unplanned
         for number, traced in enumerate(traces.traced):
             part = allowance.part(max(allowance.left_s, 0.0) / (len(traces.traced) - number))
             annotated = None if self.options.stage_ranks > 1 else traces.whole[number]
@@ -166,7 +169,7 @@ class OfflinePlanner:
         try:
             return decide(step, self.ranks)
         except TooFewBlocks as error:
-            if self.hurried:
+            if self.hurried or self.only_graph:
                 raise
             warn_without_stages(step.name, error.what)
             traced = step.traced

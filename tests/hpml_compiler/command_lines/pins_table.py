@@ -51,8 +51,8 @@ TABLE = [
     ("chain --cluster 1x2:cpu --fix 'mesh_order=[\"pp\",\"dp\"]'", 2, "left to the solver"),
     ("one_row --cluster 7x3:cpu --json", 0, '"status"'),
     # stages that do not fit the model
-    ("chain --cluster 1x8:cpu --fix pp=8", 0, "has 5 consecutive parts that compute something, fewer than 8 stages"),
-    ("chain --cluster 1x2:cpu --fix pp=2 --fix virtual_stages=4 --fix microbatches=2", 0, "fewer than 8 stages"),
+    ("chain --cluster 1x8:cpu --fix pp=8", 2, "has 5 consecutive parts that compute something, fewer than 8 stages"),
+    ("chain --cluster 1x2:cpu --fix pp=2 --fix virtual_stages=4 --fix microbatches=2", 2, "take at most 5 stages"),
     # microbatches
     ("chain --cluster 1x2:cpu --fix dp=2 --fix microbatches=3", 0, "into 2 microbatches, since 3 do not divide it; 4 do"),
     ("chain --fix microbatches=16", 0, "into 8 microbatches, since 16 do not divide it"),
