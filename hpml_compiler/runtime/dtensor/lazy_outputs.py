@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
@@ -17,8 +16,9 @@ from hpml_compiler.runtime.dtensor.local_dispatch import wrap
 from hpml_compiler.runtime.dtensor.op_dispatch import adopt, map_tensors, tensors_in
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor, name_slots
 from hpml_compiler.runtime.placements.gather_parts import gathered_from_parts
-from hpml_compiler.runtime.placements.shard_and_gather import part_of_gradient, to_full_tensor
-from hpml_compiler.runtime.placements.single_rank_placement import as_at_owner, is_owned
+from hpml_compiler.runtime.placements.placed_gradient import LocalPart, placed_gradient
+from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
+from hpml_compiler.runtime.placements.single_rank_placement import is_owned
 from hpml_compiler.runtime.watchdog.activity_scope import activity
 from hpml_compiler.runtime.watchdog.barrier_check import require_all_ranks
 from passes import compat
@@ -147,6 +147,8 @@ class LazyOutput(PlacedTensor):
         part, shared = vars(self)["part"], vars(self)["shared"]
         if is_owned(self._spec.placements) and name != "detach":  # its strides tell other ranks nothing
             return None
+        if self.requires_grad and name != "detach" and torch.is_grad_enabled():
+            part = LocalPart.apply(self, self._spec, PlacedTensor)  # for gradients at this output
         made = func(part, *args, **kwargs)
         if made is part:
             return self
@@ -240,9 +242,8 @@ class _KeepSharded(torch.autograd.Function):
         return compat.make_dtensor(LazyOutput, part.detach(), spec)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return part_of_gradient(gradient, ctx.spec), None
+        return LocalPart.apply(gradient, ctx.spec, PlacedTensor), None
 
 
 def _on_gradient(func: Callable[..., Any], name: str, output: LazyOutput, *args: Any) -> Any:
@@ -263,6 +264,8 @@ def _gradients_of(func: Callable[..., Any], outputs: Any, inputs: Any, *args: An
         with compat.plain_torch_functions():
             if not x.is_of_autograd:
                 return x.used()
+            if (maker := getattr(vars(x).get("shared"), "maker", None)) is not None:
+                maker.note("gradients at its outputs are asked for after its loss")
             if accumulates:
                 x.retain_grad()
             return torch.autograd.graph.get_gradient_edge(x)
@@ -282,16 +285,12 @@ class _GatherOutput(torch.autograd.Function):
         return data.new_empty(0).set_(data.untyped_storage(), data.storage_offset(), data.shape, data.stride())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if ctx.gradient is not None:
             ctx.gradient.before([gradient])
-        spec = ctx.spec
-        with compat.plain_torch_functions():
-            if ctx.is_wrapper and is_owned(spec.placements):  # autograd cannot add up gradients that one rank alone has
-                spec = compat.dtensor_spec(spec.mesh, as_at_owner(spec.placements), gradient)
-            part = part_of_gradient(gradient, spec)
-            return compat.make_dtensor(PlacedTensor, part, spec) if ctx.is_wrapper else part, None, None, None
+        made = placed_gradient(gradient, ctx.spec, PlacedTensor) if ctx.is_wrapper else LocalPart.apply(
+            gradient, ctx.spec, PlacedTensor)
+        return made, None, None, None
 
 
 def _spec_like(spec: Any, part: torch.Tensor) -> Any:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
@@ -80,6 +79,5 @@ class _PartOfWhole(torch.autograd.Function):
         return _part(whole, spec)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gathered_from_parts(gradient, ctx.spec), None
+        return marked(gradient, lambda part: gathered_from_parts(part, ctx.spec)), None

@@ -16,11 +16,13 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
+from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
 from hpml_compiler.runtime.outputs.call_keys import NotRecordable, Ref, encode, identity_of, values_key
 from hpml_compiler.runtime.outputs.call_modes import Modes, is_unread, nbytes
 from hpml_compiler.runtime.outputs.kept_inputs import KeptInputs, refusing_gradients
 from hpml_compiler.runtime.outputs.recorded_call import RecordedCall, RecordedValue, compile_calls
 from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
+from hpml_compiler.runtime.program.second_derivatives import with_second_derivatives
 from hpml_compiler.runtime.watchdog.barrier_check import EVERY_CALLS, require_all_ranks
 from passes import compat
 from passes.errors import HpmlError
@@ -167,8 +169,7 @@ class CallRecord:
         """Keep plain inputs of what is not computed yet as they are now."""
         alive = self.alive
         if not alive:
-            self.release()
-            return
+            return self.release()
         for k in self.at.graph(alive, self.values).inputs:
             tensor = self.inputs[k]
             if k in self._kept or is_unread(tensor):
@@ -180,15 +181,12 @@ class CallRecord:
             else:
                 self._kept[k] = KeptInputs([plain], self._copies, f"the result of {self.at.name()} on an output of the model")
 
-    def _is_view_of_input(self, number: int) -> bool:
-        return self.values[self.values[number].root].is_input
-
     # -- computing -----------------------------------------------------------------------------------------------------
 
     def read(self, number: int, as_today: bool = False) -> None:
         """Compute a large result. as_today: by the script's calls on gathered outputs, and all others with it: where the script
         will change it in place, or ask for gradients of what lies between."""
-        if as_today or self._is_view_of_input(number):
+        if as_today or self.values[self.values[number].root].is_input:  # a view of an input
             self.read_all()
             return
         root = self.values[number].root
@@ -203,8 +201,7 @@ class CallRecord:
 
     def read_all(self) -> None:
         """Compute all that is alive by the script's calls, on gathered outputs."""
-        alive = self.alive
-        if alive:
+        if alive := self.alive:
             self._note_need(alive)
             self._meet(every=0)
             self._become(self._replayed(alive, {}))
@@ -250,10 +247,13 @@ class CallRecord:
             return self._replayed(wanted, {})
         self._meet(every=EVERY_CALLS if graph.is_compiled else 0)
         with compat.outside_transforms(), self.modes.again():
-            made = graph.compiled([self._argument(k) for k in graph.inputs], functools.partial(
+            arguments = {k: self._argument(k) for k in graph.inputs}
+            made = graph.compiled([*arguments.values()], functools.partial(
                 compile_calls, options=self.options, whole=all(nbytes(self.values[k].fake) <= SMALL_BYTES for k in wanted)))
-        if gradients and made is not None:
-            self._passed |= graph.between
+            if gradients and made is not None:
+                self._passed |= graph.between
+                made = with_second_derivatives(made, arguments, functools.partial(graph.replay, {}), self.modes.again,
+                                                PlacedTensor)
         return self._replayed(wanted, {}) if made is None else dict(zip(wanted, made, strict=True))
 
     def _replayed(self, wanted: Sequence[int], known: dict[int, Any], looks: bool = False) -> dict[int, Any]:

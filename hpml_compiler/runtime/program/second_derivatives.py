@@ -1,14 +1,26 @@
-"""Second derivatives: compiled graphs have none, and a backward through gradients of one says so."""
+"""Second derivatives: compiled graphs have none, and a backward through gradients of one says so.
+
+Calls of the script on sharded outputs have them, as in eager mode, although compiled graphs run in their place: where
+`create_graph=True` asks for gradients that have a graph, these calls are made again, on gathered outputs.
+"""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from hpml_compiler.runtime.placements.placed_gradient import placed_gradient
+from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
 from hpml_compiler.runtime.program.undefined_gradients import node_of
 from passes import compat
 from passes.errors import HpmlError
+
+KEPT_BYTES = 1024 * 1024
+"""Arguments of calls up to this size are kept for second derivatives; larger ones, and outputs, have to be alive then."""
 
 
 class NoSecondDerivative(HpmlError, RuntimeError):
@@ -52,6 +64,8 @@ def _marking(first: Callable[..., Any]) -> Callable[..., Any]:
     def backward(ctx: Any, *gradients: Any) -> Any:
         if not torch.is_grad_enabled():  # no create_graph=True
             return first(ctx, *gradients)
+        if getattr(ctx, "_hpml_made_again", False):  # the gradients came by another way
+            return (None,) * len(ctx.needs_input_grad)
         with torch.no_grad():  # graphs write in place
             found = first(ctx, *gradients)
         return tuple(_marked(x) if isinstance(x, torch.Tensor) else x for x in found)
@@ -82,3 +96,80 @@ class _Marked(torch.autograd.Function):
             "and graphs of torch.compile have no second derivatives, with any backend", "backward through a compiled graph",
             "compute those gradients with the uncompiled model, as for a gradient penalty; in a compiled function, decorate "
             'the part that they go through with torch.compiler.disable; for gradients at outputs of it, set outputs="whole"')
+
+
+def with_second_derivatives(results: Sequence[Any], arguments: Mapping[int, Any], calls: Callable[..., Mapping[int, Any]],
+                            modes: Callable[[], contextlib.AbstractContextManager[Any]], kind: type) -> Sequence[Any]:
+    """Results of a compiled graph, whose gradients have a graph with create_graph=True.
+
+    arguments: of the script's calls that the graph was compiled from, by number. calls: makes these calls, with a function from
+    a number to an argument, and returns the results by number, in this order. modes: of these calls. kind: class of placed
+    gradients.
+    """
+    nodes = [node_of(x) if type(x) is torch.Tensor and x.requires_grad else None for x in results]
+    if any(node is None for node in nodes):  # sharded, or without a gradient
+        return results
+    known = {k: x.used() if getattr(x, "is_whole", False) else x for k, x in arguments.items()}
+    again = _CallsAgain(known, calls, modes, nodes, kind)
+    return _Again.apply(again, len(results), *results, *[known[k] for k in again.numbers])
+
+
+class _CallsAgain:
+    """Calls in whose place a compiled graph ran. numbers: of the arguments with gradients. nodes: of the graph, in autograd."""
+
+    def __init__(self, arguments: Mapping[int, Any], calls: Callable[..., Mapping[int, Any]],
+                 modes: Callable[[], contextlib.AbstractContextManager[Any]], nodes: Iterable[Any], kind: type) -> None:
+        self._calls, self._modes, self._kind, self._nodes = calls, modes, kind, [weakref.ref(node) for node in nodes]
+        self._arguments = {k: (_reference(x), _version(x)) for k, x in arguments.items()}
+        self.numbers = [k for k, x in arguments.items() if x.requires_grad]
+
+    def gradients(self, arriving: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None] | None:
+        """Gradients of the arguments, which have a graph; None if an argument is gone or has changed."""
+        values = {k: (made(), version) for k, (made, version) in self._arguments.items()}
+        possible = all(x is not None and _version(x) == version for x, version in values.values())
+        for node in [made() for made in self._nodes]:
+            if node is not None:
+                node._hpml_made_again = possible
+        if not possible:
+            return None
+        specs = {k: vars(x).get("spec", x._spec) for k, (x, _) in values.items() if isinstance(x, DTensor)}
+        with compat.outside_transforms(), self._modes(), torch.enable_grad():
+            wholes = {k: to_full_tensor(x) for k, (x, _) in values.items()}
+            # an argument that was made of another gets a place of its own among the gradients
+            given = {k: x.view_as(x) if k in self.numbers else x for k, x in wholes.items()}
+            made = [(x, by) for x, by in zip(self._calls(given.__getitem__).values(), arriving, strict=True) if by is not None]
+            found = torch.autograd.grad([x for x, _ in made], [given[k] for k in self.numbers], [by for _, by in made],
+                                        create_graph=True, allow_unused=True)
+        return [by if by is None or k not in specs else placed_gradient(by, specs[k], self._kind)
+                for k, by in zip(self.numbers, found, strict=True)]
+
+
+def _reference(argument: Any) -> Callable[[], Any]:
+    large = argument.requires_grad or argument.numel() * argument.element_size() > KEPT_BYTES
+    return weakref.ref(argument) if large else lambda: argument
+
+
+def _version(argument: Any) -> int | bool:
+    """A mark that changes with the values. A sharded output that is changed in place is no longer known to autograd."""
+    if hasattr(argument, "is_whole"):
+        return argument.is_of_autograd or not (argument.requires_grad or argument.is_whole)
+    return getattr(argument, "_local_tensor", argument)._version
+
+
+class _Again(torch.autograd.Function):
+    """Identity of the results of a compiled graph. A backward with create_graph=True goes past that graph."""
+
+    @staticmethod
+    def forward(ctx: Any, again: _CallsAgain, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.again, ctx.count = again, count
+        ctx.set_materialize_grads(False)
+        return tuple([x.detach() for x in tensors[:count]])
+
+    @staticmethod
+    @compat.untraced
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gradients = tuple(None if x is None else to_full_tensor(x) for x in gradients)
+        made = ctx.again.gradients(gradients) if torch.is_grad_enabled() else None
+        if made is None:
+            return None, None, *gradients, *[None for _ in ctx.again.numbers]
+        return None, None, *[None for _ in gradients], *made
