@@ -210,7 +210,7 @@ def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forwar
     passes: list[Pass] = [
         AdoptPlacements(decision), Shard(groups, at_run_time=compiler == "inductor"), LowRankGradients(),
         Deduplicate(),
-        *_in_chunks(forward_outputs or 0, chunks), HoistBatchSlice(tuple(outside)),
+        *(() if forward_outputs is None else _in_chunks(forward_outputs, chunks)), HoistBatchSlice(tuple(outside)),
         BucketGradients(soon=compact, by_block=by_block), PrefetchAllGather(ahead=ahead), NarrowGradients(),
         UnaliasGradients(tuple(kept_gradients), forward_outputs or 0, compact)]
     if compiler == "inductor":

@@ -17,6 +17,7 @@ from hpml_compiler.runtime.outputs.call_modes import nbytes
 from hpml_compiler.runtime.outputs.loss_memory import TAKEN, LossMemory, OpenCalls
 from hpml_compiler.runtime.outputs.record import SMALL_BYTES
 from hpml_compiler.runtime.outputs.recorded_call import CompiledRecords
+from hpml_compiler.runtime.outputs.recorded_output import watch_autograd
 from hpml_compiler.runtime.outputs.step_calls import StepCalls
 from hpml_compiler.runtime.outputs.step_output import StepOutput
 from hpml_compiler.runtime.process.world_group import world_size
@@ -89,6 +90,7 @@ class LossOfScript:
         if self.options.stage_ranks > 1:
             log.info("%s returns no loss, so its first step runs as GPipe: once the script's loss is known, it is part of the "
                      "schedule", leaf.__name__)
+        watch_autograd()
         wholes: list[str] = []
         memory = LossMemory(self.name, call, leaf, functools.partial(self._compiled, leaf, wholes), wholes,
                             self.chunks, self.refusal)

@@ -273,6 +273,13 @@ def version_of(tensor: Any) -> int:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor)._version
 
 
+def was_freed(tensor: Any) -> bool:
+    """True if the memory of a tensor was given back by hand, which its version does not tell."""
+    with compat.plain_torch_functions():
+        plain = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        return plain.numel() > 0 and not plain.untyped_storage().nbytes()
+
+
 def _memory(tensor: Any) -> int:
     part = vars(tensor).get("part", tensor._local_tensor) if isinstance(tensor, LazyOutput) else (
         tensor._local_tensor if isinstance(tensor, DTensor) else tensor)

@@ -16,7 +16,7 @@ from hpml_compiler.runtime.consistency.initial_sync import drawing_as, generator
 from hpml_compiler.runtime.outputs.call_keys import fill, refs_in, values_key
 from hpml_compiler.runtime.outputs.call_modes import Modes, nbytes
 from hpml_compiler.runtime.outputs.kept_inputs import refusing_gradients, watch_changes
-from hpml_compiler.runtime.outputs.loss_memory import TAKEN, KnownLoss, LossMemory, OpenCalls, version_of
+from hpml_compiler.runtime.outputs.loss_memory import TAKEN, KnownLoss, LossMemory, OpenCalls, version_of, was_freed
 from hpml_compiler.runtime.outputs.record import ALONE, COPIED_BYTES, AllRecords, CallRecord
 from hpml_compiler.runtime.outputs.recorded_call import RecordedCall
 from hpml_compiler.runtime.outputs.recorded_output import plain
@@ -28,7 +28,8 @@ from passes.session_state import state_of
 
 class StepCalls(CallRecord):
     """The calls after one call of a graph. known: values that were computed, by number; None while the graph waits. loss: the
-    call that computed the loss, with which known values have no gradient. results: of the graph, if it has run."""
+    call that computed the loss, with which known values have no gradient. results: of the graph, if it has run. unnoted:
+    why no loss follows."""
 
     def __init__(self, memory: LossMemory, first: RecordedCall, args: Sequence[Any],
                  results: Sequence[Any] | None = None) -> None:
@@ -39,7 +40,7 @@ class StepCalls(CallRecord):
         self.versions: dict[int, int] = {}
         self.known: dict[int, Any] | None = None if results is None else dict(zip(first.results, results, strict=True))
         self.loss: RecordedCall | None = None
-        self.is_closed = False
+        self.is_closed, self.unnoted = False, ""
         self.states = generator_states() if memory.draws else []
         self.reads: list[tuple[int, int]] = []  # results, and how many values there were when one was read
         self.held: dict[int, tuple[int, ...]] = {}  # values that the script held when a scalar was computed
@@ -75,13 +76,11 @@ class StepCalls(CallRecord):
 
     def settle(self, what: str) -> None:
         """Compute, as they are called, the results that the script holds. what: before which that is needed."""
-        if self.is_busy or self.is_closed:
-            return
-        if self.loss is not None:
+        if self.is_busy or self.is_closed or self.loss is not None:
             return
         if self.known is None and (self.alive or self.memory.draws):
             self.learn(what)
-        self.close(f"{what} comes before its loss")
+        self.close(self.unnoted or f"{what} comes before its loss")
 
     def uses(self, shared: Any) -> bool:
         return self.known is None and super().uses(shared)
@@ -106,10 +105,12 @@ class StepCalls(CallRecord):
         tensor, kept = self.inputs[number], self._kept.get(number)
         if kept is not None:
             return kept
-        if version_of(tensor) != self.versions.get(number, version_of(tensor)):
-            raise HpmlError("an output of the compiled model cannot be computed any more: an input or parameter was changed in "
-                            "place since the model was called", f"an input of shape {tuple(tensor.shape)}",
-                            'change it after the loss is computed, or set outputs="whole"')
+        changed = version_of(tensor) != self.versions.get(number, version_of(tensor))
+        if changed or was_freed(tensor):
+            how, verb = ("changed in place", "change") if changed else ("freed", "free")
+            raise HpmlError(f"an output of the compiled model cannot be computed any more: an input or parameter was {how} "
+                            "since the model was called", f"an input of shape {tuple(tensor.shape)}",
+                            f'{verb} it after the loss is computed, or set outputs="whole"')
         return tensor
 
     # -- computing -----------------------------------------------------------------------------------------------------

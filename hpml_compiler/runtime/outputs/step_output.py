@@ -64,6 +64,8 @@ class StepOutput(RecordedOutput):
 def _not_noted(record: StepCalls, ours: Sequence[StepOutput], func: Callable[..., Any], name: str, args: tuple,
                kwargs: dict[str, Any]) -> Any:
     record.memory.note_reads([x.number for x in ours])
+    if compat.saving_is_hooked():
+        record.unnoted = f"{name} takes its outputs under hooks of saved tensors, as torch.utils.checkpoint sets them"
     between = [x for x in on_the_way(name, args, kwargs) if isinstance(x, StepOutput)]
     for each in between:
         if "value" not in vars(each):

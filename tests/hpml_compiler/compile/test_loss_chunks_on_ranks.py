@@ -65,11 +65,16 @@ def steps(rank: int) -> list[str]:
         hpml_compiler.reset()
         said.append(name)
         one, several = heads.make(name), heads.make(name)
-        found = step(torch.compile(several, backend="hpml", options={"compiler": "eager", **options}), several)
+        call = torch.compile(several, backend="hpml", options={"compiler": "eager", **options})
+        found = step(call, several)
         for a, b in zip(found, step(one, one), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         recorded = hpml_compiler.last_plan().graphs[-1].loss_chunks
         assert recorded is not None and recorded.count == options["loss_chunks"], (options, recorded)
+        if options == CASES[0][0]:
+            with torch.no_grad():
+                call(*heads.batch())
+            assert not any("not computed in chunks" in each for each in said), "an evaluation has no gradients"
     line = f"the loss is computed in {CASES[0][0]['loss_chunks']} chunks of rows"
     assert any(line in each for each in reported(*CASES[0]))
     assert not idle, f"collectives of the loss at once, whose results nothing reads: {idle}"

@@ -370,6 +370,72 @@ def test_a_budget_counts_from_the_step_on_that_has_the_loss(scene, kib, chunks, 
         assert "Infeasible: the step needs at least" in memory.stopped and not memory.losses
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return 2 * z
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+def loss_again(z):
+    return F.cross_entropy(z, Y)
+
+
+def by_checkpoint(reentrant):
+    return lambda t: [_backward(torch.utils.checkpoint.checkpoint(loss_again, t.call(X), use_reentrant=reentrant))]
+
+
+def by_function(t):
+    return [_backward(F.cross_entropy(Doubled.apply(t.call(X)), Y))]
+
+
+def by_compiled_function(t):
+    t.loss_of = vars(t).get("loss_of") or torch.compile(loss_again, backend="eager")
+    return [_backward(t.loss_of(t.call(X)))]
+
+
+def _backward(loss):
+    loss.backward()
+    return loss
+
+
+TAKEN_BY = {"hooks": (by_checkpoint(False), "cross_entropy takes its outputs under hooks of saved tensors, as torch.utils."),
+            "reentrant": (by_checkpoint(True), "a read of an output comes before its loss"),
+            "function": (by_function, "a read of an output comes before its loss"),
+            "compiled": (by_compiled_function, "a compiled function takes an output of it")}
+
+
+@pytest.mark.parametrize("how", TAKEN_BY)
+def test_what_autograd_or_a_compiled_function_takes_is_computed_first(how):
+    scene, told = TAKEN_BY[how]
+    torch._dynamo.reset()
+    hpml_compiler.reset()
+    want = Loop(scene, model := Net(), model, 0).run(4)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    call = torch.compile(model := Net(), backend="hpml", options={"compiler": "eager", "microbatches": 2})
+    torch.testing.assert_close(Loop(scene, call, model, 0).run(4)[:-1], want[:-1], rtol=1e-11, atol=1e-12)
+    assert told in state_of(LossMemories)[0].described()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + (how == "compiled")
+
+
+def test_a_parameter_that_is_freed_before_the_loss_is_an_error():
+    torch._dynamo.reset()
+    hpml_compiler.reset()
+    call = torch.compile(model := Net(), backend="hpml", options={"compiler": "eager", "microbatches": 2})
+    Loop(plain, call, model, 0).run(3)
+    assert state_of(LossMemories)[0].losses
+
+    z = call(X)
+    model.head.bias.untyped_storage().resize_(0)
+
+    with pytest.raises(HpmlError, match="cannot be computed any more: an input or parameter was freed since"):
+        F.cross_entropy(z, Y)
+
+
 def adversarial(make, judge, real):
     """Two models, of which one takes what the other returns."""
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (make, judge)]
