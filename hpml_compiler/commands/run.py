@@ -49,7 +49,7 @@ def run(
     elastic: Annotated[bool, typer.Option(
         "--elastic", help="Where a rank is lost, the others go on in their processes (hpml_compiler.attempts).")] = False,
     replace: Annotated[bool, typer.Option(
-        "--replace", help="With --elastic: start another process for each rank that is lost, which joins the others.")] = False,
+        "--replace", help="--elastic, and start another process for each rank that is lost, to join the others.")] = False,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT names a module, as in `python -m`.")] = False,
 ) -> None:
     """Run a training script on every device with torchrun and sensible defaults.
@@ -72,6 +72,7 @@ def run(
         _become_rank(given, nproc, max_restarts, module, script, arguments or [])
     nnodes = nnodes or os.environ.get("PET_NNODES") or (str(given.nodes) if given else "1")
     ranks = nproc or _wanted_ranks() or default_ranks()
+    elastic = elastic or replace
     may_restart, alone = (max_restarts > 0 or ":" in nnodes) and not elastic, _is_alone(nnodes, rdzv_endpoint)
     for name, value in environment_defaults(ranks, may_restart, alone).items():
         os.environ.setdefault(name, value)
