@@ -117,7 +117,8 @@ class ElasticLauncher:
             log.error("%s; no restart is left", places)
             self._end_all(signal.SIGTERM)
             return code if code > 0 else 128 - code
-        together = bool(left) and all(self._state(each) == "steps" for each in left)
+        states = {self._state(each) for each in left}
+        together = "steps" in states and states <= {"steps", "joins"}
         self._restarts -= len(lost) if together else 1
         if not together:
             log.error("%s; all ranks are restarted", places)

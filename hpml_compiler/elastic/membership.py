@@ -3,7 +3,7 @@
 A generation is a set of members. The launcher numbers them and keeps, in its store under PREFIX:
 
 - `members/G`: ids of the members of generation G, in order of their ranks
-- `state/ID`: where a member stands: "steps" from the first attempt to the last, else "alone" or "ended"
+- `state/ID`: where a member stands: "joins" until it is a member, "steps" from the first attempt to the last, then "ended"
 - `endpoints/G/ID`: the connections that member ID had when generation G began; `ready/G/ID`: it has left the one before
 """
 from __future__ import annotations
@@ -54,10 +54,6 @@ class Membership:
 
     def say(self, state: str) -> None:
         self._store.set(f"state/{self.own}", state)
-
-    def has_ended(self, member: int) -> bool:
-        """True if a member is past its last step."""
-        return self._read(f"state/{member}") == "ended"
 
     def newest(self) -> int:
         return self._newest
@@ -129,9 +125,6 @@ class Membership:
                 others.discard(key)
                 cut_connections({(host, port) for host, port in json.loads(store.get(key))})
             time.sleep(0.002)
-
-    def _read(self, key: str) -> str:
-        return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
 def _connect() -> Any:
