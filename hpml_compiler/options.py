@@ -67,8 +67,8 @@ class Options(BaseModel):
         'counts')
     microbatches: int = Field(
         1, ge=1, description="number of microbatches per training step; they run one after another, so that the saved "
-        "activations of one are in memory at a time; results are those of the whole batch; \"auto\" is 1 in a run, and left to "
-        "the search in `hpml plan`")
+        "activations of one are in memory at a time; results are those of the whole batch; \"auto\" is 1 where that fits; else "
+        "they are chosen, as `hpml plan` does, with pipeline stages where no microbatches fit")
     rows: Rows = Field(
         "even", description='rows of the batch for each rank along a mesh axis, such as {"dp": [5, 3]}; batches of other sizes '
         'are split in the same proportions; "even": as even as possible, also where the ranks do not divide the batch; '

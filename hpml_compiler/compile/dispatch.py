@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from hpml_compiler.compile.graph_compiler import GraphCompiler
 from hpml_compiler.compile.inputs.fixed_sizes import may_fix_sizes, with_fixed_sizes
 from hpml_compiler.compile.inputs.unsupported_graphs import check_supported, warn_of_reentrant_checkpoints
+from hpml_compiler.compile.open_graph import DECIDED, OpenGraph, with_open_decisions
 from hpml_compiler.compile.recompile_limit import note_function
 from hpml_compiler.compile.recovery.repeatable_graph import with_repeats
 from hpml_compiler.compile.single_device import compile_single_device
@@ -67,9 +68,13 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], options: Options, 
 def _on_one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool) -> Callable[..., Any]:
     """Sizes become numbers where the script's loss may be part of the step, for the first few of them."""
     def compile_(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-        waits = LossOfScript(graph, given, options, compile_graph)
-        whole = _compiles_whole(waits.alone) if defers and defers_outputs(options) else None
-        return waits.compiled(lambda own: compile_single_device(graph, given, own, whole))
+        return with_open_decisions(graph, given, options, lambda *made: decided(given, *made))
+
+    def decided(given: Sequence[Any], graph: GraphModule, own: Options, deciding: OpenGraph) -> Callable[..., Any]:
+        waits = LossOfScript(graph, given, own, compile_graph)
+        whole = _compiles_whole(waits.alone) if defers and defers_outputs(own) else None
+        found = deciding if waits.copy is None else DECIDED  # else with the loss, which may fit by itself
+        return waits.compiled(lambda alone: compile_single_device(graph, given, alone, whole, found))
 
     if not any(isinstance(x, torch.SymInt) for x in example_inputs) or not torch.is_grad_enabled() or not (
             options.shards_outputs and frees_memory(gm, options) and may_fix_sizes(gm)):
@@ -78,11 +83,17 @@ def _on_one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Opti
 
 
 def _on_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool) -> Callable[..., Any]:
+    return with_open_decisions(gm, example_inputs, options, lambda graph, own, deciding: _decided(
+        graph, example_inputs, own, defers, deciding))
+
+
+def _decided(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool, deciding: OpenGraph,
+             ) -> Callable[..., Any]:
     waits = LossOfScript(gm, example_inputs, options, compile_graph)
     if not defers or not defers_outputs(options):
-        return waits.compiled(lambda own: _compile_for_ranks(gm, example_inputs, own))
+        return waits.compiled(lambda own: _compile_for_ranks(gm, example_inputs, own, deciding))
     return waits.compiled(lambda own: with_outputs_of_ranks(
-        gm, example_inputs, functools.partial(_compile_for_ranks, options=own), _compiles_whole(own),
+        gm, example_inputs, functools.partial(_compile_for_ranks, options=own, deciding=deciding), _compiles_whole(own),
         for_calls_on_outputs(own)))
 
 
@@ -99,9 +110,10 @@ def _compiles_whole(options: Options) -> Callable[[GraphModule], Callable[..., A
     return lambda graph: torch.compile(graph.forward, backend=backend, dynamic=False)
 
 
-def _compile_for_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+def _compile_for_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options, deciding: OpenGraph,
+                       ) -> Callable[..., Any]:
     given = list(example_inputs)
-    call = with_repeats(gm, given, options, lambda *graph: GraphCompiler(*graph).compile())
+    call = with_repeats(gm, given, options, lambda *graph: GraphCompiler(*graph, deciding=deciding).compile())
     _release_outputs(given)
     return call
 

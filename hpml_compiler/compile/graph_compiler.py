@@ -23,6 +23,7 @@ from hpml_compiler.compile.decide.plan_entry import PlanEntry, warn_replicated
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.lower.lowering import Call, Lowering
+from hpml_compiler.compile.open_graph import DECIDED, OpenGraph
 from hpml_compiler.compile.program.step_program import StepProgram
 from hpml_compiler.compile.program.step_runtime import MakesWhole, StepRuntime
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
@@ -56,12 +57,12 @@ Halves = Sequence[GraphModule]
 class GraphCompiler:
     """Compiles one graph for one rank or several, sharded, microbatched or in pipeline stages.
 
-    name: in messages. program: runs the step where that takes more than one call of each half, as with microbatches or stages;
-    None where AOTAutograd's two halves are compiled as they are. entry: the graph's plan in the session.
+    name: in messages. deciding: what may be decided besides. program: runs the step where that takes more than one call of each
+    half, as with microbatches or stages; None where AOTAutograd's halves are compiled as they are. entry: the graph's plan.
     """
 
-    def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options):
-        self.gm, self.given, self.options, self.session = gm, given, options, session.current()
+    def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options, deciding: OpenGraph = DECIDED):
+        self.gm, self.given, self.options, self.deciding, self.session = gm, given, options, deciding, session.current()
         self.name = self.session.next_name()
         self.cluster, self.alone = local_cluster(options, world_size()), world_size() == 1
         self.sharing: StepContext | None = None
@@ -82,20 +83,21 @@ class GraphCompiler:
             self.inputs.take_rows_whole()
         sizes_are_numbers(self.gm, self.inputs.examples)
         self.made = DecidedGraph(self.given, self.inputs, self.options, self.sharing, self.entry)
-        self.earlier = GraphCache(self.gm, CacheInputs.of(self.inputs, self.given), self.options, self.sharing)
         planned_before = len(self.session.graphs)
+        self.earlier = GraphCache(self.gm, CacheInputs.of(self.inputs, self.given), self.options, self.sharing,
+                                  self.deciding.read)
         if self.earlier.entry is not None:
             self._as_in(self.earlier.entry.running)
         else:  # budgets may differ, as fractions of unlike devices do
             same_options({"on_oom": self.options.on_oom, **self.options.to_json(), "memory_budget": ""})
+            self.deciding.obey(self.earlier.chosen, self.earlier.key)
         try:
             function = self.all_ranks.compile_all(self.trace)
         except Exception:
             del self.session.graphs[planned_before:]  # all ranks drop plans of graphs that failed, and may compile them again
             raise
         takes = self.made.metadata()
-        record = self.entry.record
-        if record is not None:
+        if (record := self.entry.record) is not None:
             record.blocks.update(self._reports)
         if record is not None or self.program is not None:
             session.save_plan()  # again, now with the reports of regional compilation
@@ -129,7 +131,7 @@ class GraphCompiler:
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         if (found := self.earlier.entry) is None:
-            with self.made.noting_chunks():
+            with self.made.noting_chunks(), self.deciding.searching(self, joint, num_fwd_outputs):
                 change_traced(joint, num_fwd_outputs, self.options, self.alone)
                 self.earlier.note_results(joint, num_fwd_outputs)
                 halves = self._split(joint, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
@@ -219,8 +221,7 @@ class GraphCompiler:
             if program is not None:
                 self.holding.note(made.takes.unsharded)
                 return program
-        decided = made.decide_inference(gm)
-        self._planned(decided)
+        self._planned(decided := made.decide_inference(gm))
         self.holding.note(made.takes.unsharded)
         made.rewrite(gm, decided, None)
         self.all_ranks.agreed = True
@@ -270,8 +271,7 @@ class GraphCompiler:
         self.made.restore(earlier)
         self.holding.note(earlier.unsharded)
         self.all_ranks.agreed = self.made.stages is None
-        entry = earlier.entry
-        if entry is None:
+        if (entry := earlier.entry) is None:
             return
         record = entry.record.model_copy(update={"seconds": {}, "frame": compat.frame_being_compiled()})
         self.entry.enter(record, entry.cluster, entry.rejected, earlier.training)

@@ -13,6 +13,7 @@ from hpml_compiler.compile.inputs.unsupported_graphs import check_supported
 from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.lower.inductor_cache_dir import check_cache_dir
 from hpml_compiler.compile.lower.lowering import Lowering, boxed
+from hpml_compiler.compile.open_graph import DECIDED, OpenGraph
 from hpml_compiler.compile.recovery.repeatable_graph import with_repeats
 from hpml_compiler.compile.wrapper.deferred_outputs import Compile, with_deferred_outputs
 from hpml_compiler.options import Options
@@ -29,12 +30,14 @@ from passes.transforms.loss_chunks.chunk_loss import Chunks, chunk_loss, source_
 
 
 def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options,
-                          whole: Callable[[GraphModule], Callable[..., Any]] | None = None) -> Callable[..., Any]:
-    """Compile a graph. whole: compiles it with all outputs, when it is called; None where none are deferred."""
+                          whole: Callable[[GraphModule], Callable[..., Any]] | None = None,
+                          deciding: OpenGraph = DECIDED) -> Callable[..., Any]:
+    """Compile a graph. whole: compiles it with all outputs, when it is called; None where none are deferred. deciding: what may
+    be decided besides."""
     if options.offloads("optimizer"):
         offload_state((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), options.offload_folder or "")
         watch_steps()
-    compile_ = functools.partial(with_repeats, options=options, compile_=_compiled)
+    compile_ = functools.partial(with_repeats, options=options, compile_=functools.partial(_compiled, deciding=deciding))
     if not options.shards_outputs or _is_ours(options) and whole is None:
         return compile_(gm, example_inputs)
     if whole is None or not _is_ours(options):
@@ -48,10 +51,11 @@ def _is_ours(options: Options) -> bool:
     return (ours and torch.is_grad_enabled()) or bool(options.passes)
 
 
-def _compiled(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+def _compiled(gm: GraphModule, example_inputs: Sequence[Any], options: Options, deciding: OpenGraph) -> Callable[..., Any]:
     if _is_ours(options):
         check_supported(gm)
-        return _with_gradients_as_eager(lambda *graph: GraphCompiler(*graph, options=options).compile(), gm, example_inputs)
+        make = functools.partial(GraphCompiler, options=options, deciding=deciding)
+        return _with_gradients_as_eager(lambda *graph: make(*graph).compile(), gm, example_inputs)
     by = functools.partial(_by_inductor if options.compiler == "inductor" else _by_eager, chunks=options.loss_chunks)
     return _with_gradients_as_eager(by, gm, example_inputs)
 

@@ -56,7 +56,7 @@ def plan_candidate(traces: TracedModel, cluster: Cluster, allowance: WorkLimit) 
 def _planned(traces: TracedModel, cluster: Cluster, allowance: WorkLimit, hurried: bool) -> Plan:
     options = traces.options
     options.check_mesh(cluster.world_size)
-    planner = OfflinePlanner(options, cluster, traces.trained, hurried)
+    planner = OfflinePlanner(options, cluster, traces.trained, hurried, traces.sharing)
     try:
         records = planner.plan(traces, allowance)
     except Infeasible as error:
@@ -74,12 +74,14 @@ class OfflinePlanner:
     """trained: bytes of the model's trained parameters, by name: the optimizer has all of them. graphs: under a budget, memory
     of the graphs planned so far, by name; met: names of their parameters. rejected: meshes that other plans were better
     than. hurried: plan one of many candidates: fewer choices are tried, and where a few layers do not represent the model,
-    `DepthsDiffer` is raised. only_graph: of the model, so that it has all stages that are pinned."""
+    `DepthsDiffer` is raised. only_graph: of the model, so that it has all stages that are pinned. sharing: of a graph of a run,
+    the memory that it shares with others, with its optimizer."""
 
-    def __init__(self, options: Options, cluster: Cluster, trained: Mapping[str, float], hurried: bool = False):
+    def __init__(self, options: Options, cluster: Cluster, trained: Mapping[str, float], hurried: bool = False,
+                 sharing: StepContext | None = None):
         self.options = options.model_copy(update={"plan": options.load_plan()})
         self.cluster, self.trained, self.ranks = cluster, trained, OfflineRanks(cluster.world_size)
-        self.hurried = hurried
+        self.hurried, self.sharing = hurried, sharing
         self.graphs: dict[str, GraphMemory] = {}
         self.met: set[str] = set()
         self.rejected: list[MeshAttempt] = []
@@ -182,6 +184,8 @@ class OfflinePlanner:
         """Step context of a graph after the graphs planned before it."""
         options, annotated, traced = self.options, step.annotated, step.traced
         options = options.model_copy(update={"memory_budget": memory_limit(options, self.cluster)})
+        if self.sharing is not None:
+            return replace(self.sharing, options=options)
         own = {annotated.interface.names[value.name]: value for value in annotated.graph.values if value.kind == "parameter"}
         new = [value for parameter, value in own.items() if parameter not in self.met]
         self.met.update(own)

@@ -21,6 +21,7 @@ from hpml_compiler.planner.graph.few_layer_trace import (
     repeated_paths,
     with_few_layers,
 )
+from hpml_compiler.planner.graph.memory_budget import StepContext
 from hpml_compiler.planner.graph.microbatching import joint_of_loss
 from hpml_compiler.planner.step_decision import decomposes_loss, defers_outputs
 from hpml_compiler.planner.traced_passes import change_traced
@@ -40,6 +41,7 @@ from passes.transforms.outputs.split_outputs import copied_bytes, split_outputs
 log = logging.getLogger("hpml")
 ALL_LAYERS = 0
 """Key of the full model among known traces."""
+Known = dict[tuple[int, Chunks, bool], list[JointTrace]]
 
 
 class TracedModel:
@@ -49,7 +51,7 @@ class TracedModel:
     share; None if this one may change its own."""
 
     def __init__(self, model: nn.Module, batch: Any, options: Options, alone: bool = False, run_breaks: bool = False,
-                 known: dict[tuple[int, Chunks, bool], list[JointTrace]] | None = None):
+                 known: Known | None = None):
         self.model, self.batch, self.options, self.alone, self.run_breaks = model, batch, options, alone, run_breaks
         self.known, self._splits, self._copied = known, False, 0.0
         self.unplanned: list[UntracedPart] = []
@@ -78,6 +80,11 @@ class TracedModel:
     def whole(self) -> list[AnalyzedGraph]:
         """All graphs, analyzed for planning."""
         return [self._annotated(each) for each in self.traced]
+
+    @property
+    def sharing(self) -> StepContext | None:
+        """Of a graph of a run, the memory that it shares with others."""
+        return None
 
     @property
     def trained(self) -> dict[str, float]:

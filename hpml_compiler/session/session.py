@@ -17,6 +17,7 @@ from hpml_compiler.monitor.stage_monitor import StagesReport
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.plan_assembly import as_plan, with_peak
+from hpml_compiler.planner.joint.chosen_configuration import ChosenConfiguration
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.install.uncompiled_models import why_nothing_is_compiled
 from hpml_compiler.runtime.placements.inner_shard import InnerShard
@@ -62,6 +63,8 @@ class Session:
     """By graph, how this rank computes its loss."""
     monitor: PlanMonitor | None = None
     stages_report: StagesReport | None = None
+    chosen: dict[tuple[tuple[str, int], ...], ChosenConfiguration] = field(default_factory=dict)
+    """By the axes of its mesh, what a search decided: for all graphs of the parameters that are placed on them."""
     step: StepGraphs = field(default_factory=StepGraphs)
     """Memory of the graphs of a step, under a memory budget."""
     unplanned: dict[str, Callable[[str], GraphPlan]] = field(default_factory=dict)

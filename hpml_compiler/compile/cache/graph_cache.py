@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,8 @@ class GraphCache:
     """The cache as one graph sees it: reads the entry of an earlier launch and writes the one for the next. All ranks create it
     together, before the graph is traced.
 
-    entry: of the cache, if there is one; `graph` and `restored` then replace tracing.
+    entry: of the cache, if there is one; `graph` and `restored` then replace tracing. chosen: what `choice` finds on rank 0 for
+    the graph's key: a configuration that was chosen for it in an earlier launch.
     """
 
     gm: GraphModule
@@ -104,6 +105,8 @@ class GraphCache:
     options: Options
     sharing: StepContext | None = None
     """Under a memory budget, the state that the graphs of a step share."""
+    choice: Callable[[str], str | None] = lambda key: None
+    chosen: str | None = None
     key: str = ""
     entry: CachedGraph | None = None
     noted: PendingEntry | None = None
@@ -117,7 +120,8 @@ class GraphCache:
         with compat.outside_tracing():
             self.key = self._key()
             found = self._read() if self.key else None
-            told = self._of_all_ranks((self.key, found and found.plan))
+            told, choices = zip(*self._of_all_ranks(((self.key, found and found.plan), self.choice(self.key))), strict=True)
+            self.chosen = choices[0]
         self.session.trail.append(self.key or "?")
         if found is not None and all(each == told[0] for each in told):
             self.entry = found

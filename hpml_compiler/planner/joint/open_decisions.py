@@ -36,7 +36,7 @@ WITHOUT_STAGES, LOSS_OUTSIDE = OpenSchedule("1f1b"), OpenSchedule("gpipe")
 class OpenDecisions:
     """Decisions that a search may make. rows: of the batch. shapes: of the large parameters. at_once: backward of a microbatch
     may follow its forward, since the loss is inside. mixed: operations at which rows depend on each other, so that there are no
-    microbatches."""
+    microbatches. pipelined: consider configurations with stages only, or only without; None: both."""
 
     options: Options
     cluster: Cluster
@@ -44,6 +44,7 @@ class OpenDecisions:
     shapes: Sequence[tuple[int, ...]] = ()
     at_once: bool = True
     mixed: Sequence[str] = ()
+    pipelined: bool | None = None
 
     @property
     def any(self) -> bool:
@@ -72,6 +73,9 @@ class OpenDecisions:
 
     def stage_counts(self, layers: int | None = None) -> Iterator[int]:
         """Numbers of pipeline stages that the cluster can be divided into, fewest first, and at most as many as layers."""
+        return (each for each in self._stage_counts(layers) if self.pipelined is None or self.pipelined == (each > 1))
+
+    def _stage_counts(self, layers: int | None) -> Iterator[int]:
         mesh = self.options.mesh
         if mesh is not None and (PP_AXIS in mesh or not self.axes_are_open) or self.mixed and self.microbatches_are_open:
             yield self.options.stage_ranks

@@ -352,7 +352,7 @@ def test_a_budget_counts_from_the_step_on_that_has_the_loss(scene, kib, chunks, 
     hpml_compiler.reset()
     expected, model = Net(), Net()
     call = torch.compile(model, backend="hpml", options={
-        "compiler": "eager", "optimizer": "sgd", "memory_budget": kib * 1024, "loss_chunks": chunks})
+        "compiler": "eager", "optimizer": "sgd", "memory_budget": kib * 1024, "loss_chunks": chunks, "microbatches": 1})
     loops = [Loop(scene, *each, 0) for each in ((expected, expected), (call, model))]
     for each in loops:
         each.optimizer = torch.optim.SGD(each.model.parameters(), 0.1)

@@ -1,0 +1,137 @@
+"""Options that leave microbatches and stages open -> a run takes those that a budget needs, with the numbers of one device."""
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hpml_compiler
+from hpml_compiler.runtime.optimizer.resident_memory import local
+from hpml_compiler.session import session
+
+EAGER: dict[str, Any] = {"compiler": "eager", "monitor": False}
+ODD = 33
+"""Two ranks divide neither rows nor any other size: placements gain nothing."""
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, mixes: bool):
+        super().__init__()
+        self.heads, self.norm = 3, nn.BatchNorm1d(width) if mixes else nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x.transpose(1, 2)).transpose(1, 2) if isinstance(self.norm, nn.BatchNorm1d) else self.norm(x)
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(h).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = ODD, layers: int = 4, mixes: bool = False, has_loss: bool = True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.has_loss, self.tokens, self.head = has_loss, nn.Embedding(65, width), nn.Linear(width, 65)
+        self.layers = nn.ModuleList(Layer(width, mixes) for _ in range(layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.loss(self.head(x), tokens) if self.has_loss else self.head(x)
+
+    @staticmethod
+    def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def batch(rows: int, length: int) -> Tensor:
+    return torch.arange(rows * length).mul(7).remainder(65).view(rows, length)
+
+
+def trained(model: GPT, tokens: Tensor, options: dict[str, Any] | None) -> list[Tensor]:
+    """Losses and gradients of three steps."""
+    model = model.double()
+    call = model if options is None else torch.compile(model, backend="hpml", options={**EAGER, **options})
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        out = call(tokens)
+        loss = out if model.has_loss else GPT.loss(out, tokens)
+        loss.backward()
+        found += [loss.detach().clone(), *(local(p.grad).clone() for p in model.parameters() if options is None)]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # pyright: ignore
+        optimizer.step()
+        optimizer.zero_grad()
+    return [each for each in found if each.dim() == 0]
+
+
+def in_stages(rank: int, has_loss: bool, words: list[str], launches: int) -> None:
+    """launches: how often the script is run."""
+    expected = trained(GPT(has_loss=has_loss), batch(3, 15), None)
+    state = 8 * sum(p.numel() for p in GPT().parameters())
+    budget = int((1.6 if has_loss else 1.95) * state)  # parameters and gradients alone take 2
+    for launch in range(launches):
+        del words[:]
+        numbers = trained(GPT(has_loss=has_loss), batch(3, 15), {"memory_budget": budget, "optimizer": "sgd"})
+        if rank == 0:
+            (line,) = [each for each in words if each.startswith("hpml chose")]
+            assert "2 stages" in line and ("as in an earlier launch" in line) == (launch > 0), line
+            assert has_loss == ("gpipe" not in line), line
+        plan = session.last_plan()
+        assert all(graph.pipeline is not None and len(graph.pipeline.stages) == 2 for graph in plan.graphs)
+        assert plan.memory.peak <= budget
+        for ours, theirs in zip(numbers, expected, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-13), (ours, theirs)
+        hpml_compiler.reset()
+        dist.barrier()
+
+
+def mixed(rank: int, words: list[str]) -> None:
+    with pytest.raises(Exception, match="rows of the batch depend on each other at") as caught:
+        trained(GPT(layers=1, mixes=True), batch(3, 15), {"memory_budget": 200_000, "optimizer": "sgd"})
+    assert "more than the budget of" in str(caught.value)
+    assert rank or any("without microbatches and stages" in each for each in words)
+
+
+def on_ranks(rank: int) -> None:
+    words: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: words.append(record.getMessage())
+    logging.getLogger("hpml").addHandler(handler)
+    in_stages(rank, True, words, 2)
+    in_stages(rank, False, words, 1)
+    mixed(rank, words)
+
+
+def test_a_budget_that_only_stages_meet(launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("HPML_CACHE", "1")
+    monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path))
+    launch(on_ranks, timeout_s=180)
+
+
+def test_a_budget_that_only_microbatches_meet_on_one_device(caplog):
+    def run(**options: Any) -> list[Tensor]:
+        hpml_compiler.reset()
+        return trained(GPT(9, 2), batch(8, 64), {"optimizer": "sgd", **options})
+
+    with pytest.raises(Exception, match="more than the budget") as caught:
+        run(memory_budget=100_000, microbatches=1)
+    found = re.search(r"set memory_budget to (\d+)", str(caught.value))
+    assert found is not None
+    budget = int(0.95 * int(found[1]))
+    numbers = run(memory_budget=budget)
+    (graph,) = session.last_plan().graphs
+    assert graph.microbatches is not None and graph.memory.peak <= budget
+    assert any(each.startswith(f"hpml chose {graph.microbatches.count} microbatches") for each in caplog.messages)
+    for ours, theirs in zip(numbers, trained(GPT(9, 2), batch(8, 64), None), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-13)
+    with pytest.raises(Exception, match="more than the budget"):
+        run(memory_budget=budget, microbatches=1)  # pins stay
