@@ -89,10 +89,13 @@ TABLE = [
     ("chain --cluster 1x2:cpu --gap 0", 0, "optimal"),
     ("chain --cluster 1x2:cpu --memory-budget 60KiB --time-limit 1e-6", 0, "feasible"),
     ("chain --cluster 1x2:cpu --memory-budget 30KiB --time-limit 1e-6", 3, "use at least 3 devices"),
+    ("chain --cluster 1x8:cpu --memory-budget 9KiB --time-limit 1e-9", 3, "others were planned, of which none takes less than"),
     # saved plans
     ("chain --cluster 1x2:cpu --fix plan=plan.json", 2, "another model"),
     ("chain --cluster 1x4:cpu --fix plan=chain.json", 2, "start 2 ranks"),
     ("chain --cluster 1x2:cpu --fix plan=other_torch.json", 2, "torch 1.0"),
+    ("chain --cluster 1x2:cpu --fix plan=cut.json --fix dp=2", 2, "plan this model again"),
+    ("norm --cluster 1x2:cpu --fix plan=cut.json", 2, "another model or batch"),
 ]
 
 
@@ -102,4 +105,5 @@ def write(folder: Path) -> None:
     model, batch = load_target(f"{folder / 'pins.py'}:chain")
     plan = hpml_compiler.plan(model, batch, cluster="1x2:cpu", mesh={"dp": 2})
     plan.save(folder / "chain.json")
+    hpml_compiler.plan(model, batch, cluster="1x2:cpu", mesh={"pp": 2}, microbatches=2).save(folder / "cut.json")
     plan.model_copy(update={"torch_version": "1.0"}).save(folder / "other_torch.json")
