@@ -29,7 +29,7 @@ from hpml_compiler.compile.program.step_runtime import MakesWhole, StepRuntime
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
 from hpml_compiler.compile.wrapper.runtime_wrapper import backward_wrapper, runtime_wrapper
 from hpml_compiler.options import Options
-from hpml_compiler.planner.graph.memory_budget import StepContext
+from hpml_compiler.planner.graph.memory_budget import StepContext, raise_of_graph
 from hpml_compiler.planner.stage_warnings import warn_without_stages
 from hpml_compiler.planner.step_decision import DecidedStep, decomposes_loss
 from hpml_compiler.planner.traced_passes import change_traced
@@ -93,9 +93,9 @@ class GraphCompiler:
             self.deciding.obey(self.earlier.chosen, self.earlier.key)
         try:
             function = self.all_ranks.compile_all(self.trace)
-        except Exception:
+        except Exception as error:
             del self.session.graphs[planned_before:]  # all ranks drop plans of graphs that failed, and may compile them again
-            raise
+            raise_of_graph(self.sharing, error)
         takes = self.made.metadata()
         if (record := self.entry.record) is not None:
             record.blocks.update(self._reports)

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from hpml_compiler.optimizer_transient import OptimizerTransient, transient_of
 from hpml_compiler.options import Options
+from passes.errors import Infeasible
 
 NO_LIMIT = 10**15
 """Bytes that no device has."""
@@ -122,3 +124,10 @@ class StepContext:
         after = state + gradients + made - mine.gradients - (self.budget - left)
         return BudgetShare(self.budget, left, max(left, 0.0) * left_to_rest, after, state, later, made, self.transient.remedy,
                            dict(others))
+
+
+def raise_of_graph(step: StepContext | None, error: Exception) -> NoReturn:
+    """Raise the error of one graph again. A refusal says that its budget is for this graph, where the step has others."""
+    if step is not None and isinstance(error, Infeasible) and (step.breaks or {*step.graphs} - {step.frame}):
+        error.next_step += "; with that budget, other graphs of the step, which a graph break separates, may need more"
+    raise error

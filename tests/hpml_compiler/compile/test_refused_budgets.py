@@ -59,6 +59,22 @@ def test_one_device_meets_it(case):
     least_of(*ALONE[case])
 
 
+@pytest.mark.parametrize(("budget", "graph"), [(1, "first"), (900_000, "second")])
+def test_a_graph_break_is_told_since_the_other_graph_may_need_more(budget, graph):
+    fresh()
+    first, second = Net(False).layers[:2], Net(False).layers[2:]
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        x = first(x)
+        torch._dynamo.graph_break()
+        return second(x).sum()
+
+    options = {"compiler": "eager", "memory_budget": budget}
+    with pytest.raises(Exception, match="other graphs of the step, which a graph break separates, may need more") as raised:
+        torch.compile(model, backend="hpml", options=options)(torch.ones(512, 64))
+    assert ("saved by" in str(raised.value)) == (graph == "second")
+
+
 def on_ranks(rank: int) -> list[float]:
     return [least_of(*each) for each in ON_RANKS.values()]
 
