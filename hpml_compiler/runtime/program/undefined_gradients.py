@@ -49,7 +49,8 @@ def with_undefined_gradients(gm: GraphModule, given: Sequence[Any]) -> Callable[
 
 @dataclass(frozen=True)
 class _Input:
-    """An input of a graph without its data. number: its value, if it is not a tensor."""
+    """An input of a graph without its data; Dynamo passes a fake for a parameter that is sharded already. number: its value, if
+    it is not a tensor."""
 
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
@@ -63,8 +64,8 @@ class _Input:
     def of(value: Any) -> _Input | None:
         if not isinstance(value, torch.Tensor):
             return _Input(number=value)
-        if value.layout is not torch.strided or not (type(value) in (torch.Tensor, torch.nn.Parameter) or
-                                                     isinstance(value, DTensor)):
+        known = type(value) in (torch.Tensor, torch.nn.Parameter) or isinstance(value, DTensor) or compat.is_fake(value)
+        if value.layout is not torch.strided or not known or any(isinstance(size, torch.SymInt) for size in value.shape):
             return None
         return _Input(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad, value.is_leaf)
 

@@ -148,3 +148,34 @@ def run(rank, options, tied, scenes):
     ({"mesh": {"dp": 2}, "microbatches": 2}, True, (unread, read_at_once))], ids=["dp", "tp", "budget", "microbatches"])
 def test_logits_are_as_on_one_device(launch, options, tied, scenes):
     launch(run, world_size=2, args=(options, tied, scenes), timeout_s=300)
+
+
+class TwoHeads(Head):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = nn.Linear(32, 1024).double()
+
+    def forward(self, x, y):
+        return *super().forward(x, y), self.aside(self.embed(x))
+
+
+def run_two_heads(rank):
+    found = []
+    for options in (None, {"compiler": "eager", "mesh": {"dp": 2}}):
+        model = TwoHeads()
+        call = torch.compile(model, backend="hpml", options=options) if options else model
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.5)
+        missing = []
+        for k in range(deferred_outputs.READS_ON_RANKS + 2):
+            loss, logits, aside = call(X, Y)
+            (loss + logits.square().mean() if k < deferred_outputs.READS_ON_RANKS else loss).backward()
+            missing.append([name for name, p in model.named_parameters() if p.grad is None])
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([missing, [full(p.detach()) for p in model.parameters()]])
+    assert found[1][0] == found[0][0]
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-10, atol=1e-11)
+
+
+def test_gradients_that_eager_mode_lacks_are_missing_where_all_outputs_are_computed(launch):
+    launch(run_two_heads, world_size=2)
