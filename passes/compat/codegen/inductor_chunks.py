@@ -47,8 +47,14 @@ def _lower_add_product(total: Any, a: Any, b: Any) -> Any:
 
 
 def _lower_sum(total: Any, part: Any) -> Any:
-    """Graphs have this operator from `passes.transforms.loss_chunks`."""
+    """Graphs have this operator, and the next, from `passes.transforms.loss_chunks`."""
     found = lowerings[aten.add.Tensor](total, part)
+    found.realize()
+    return found
+
+
+def _lower_rows(part: Any) -> Any:
+    found = lowerings[aten.clone.default](part)
     found.realize()
     return found
 
@@ -61,6 +67,7 @@ def products_added_in_place() -> Iterator[None]:
     added = InplaceableOp(aten.addmm_.default, 0, _adds_products)
     if hasattr(torch.ops.hpml, "add_to_sum"):
         register_lowering(torch.ops.hpml.add_to_sum.default, type_promotion_kind=None)(_lower_sum)
+        register_lowering(torch.ops.hpml.rows_of_chunk.default, type_promotion_kind=None)(_lower_rows)
     with (replaced({"inplaceable_ops": lambda usual: {**usual, aten.addmm.default: added}}),
           config.patch(unsafe_marked_cacheable_functions=key)):
         yield

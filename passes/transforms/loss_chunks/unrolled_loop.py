@@ -22,6 +22,7 @@ from passes.op_rules.base import Factors, Placement
 from passes.op_rules.call_rules import operand_nodes, results_of
 from passes.op_rules.local_call import LocalCall, reshape
 from passes.op_rules.opaque_calls import leaves_of, port_of
+from passes.op_rules.rule_table import operator_of
 from passes.transforms.loss_chunks.row_placement import LossLoop, Port
 from passes.transforms.rewriting.call_inserter import CallInserter
 from passes.transforms.rewriting.fake_results import FakeResults
@@ -35,6 +36,9 @@ BESIDE = torch.ops.hpml.beside_gradients.default
 torch.library.define("hpml::add_to_sum", "(Tensor total, Tensor part) -> Tensor")
 ADD = torch.ops.hpml.add_to_sum.default
 """An addition that compilers do not move into a kernel after the loop, for which the parts of all chunks would wait."""
+torch.library.define("hpml::rows_of_chunk", "(Tensor part) -> Tensor")
+ROWS_OF_CHUNK = torch.ops.hpml.rows_of_chunk.default
+"""Rows that compilers do not compute in a kernel after the loop, for which the logits of all chunks would wait."""
 LEAST_PART_BYTES = 1 << 20
 """Parts of a sum from this size on are added in their own chunk."""
 Chunk = tuple[int, int]
@@ -51,6 +55,12 @@ def _beside_gradients(loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> 
 @torch.library.register_fake("hpml::add_to_sum")
 def _add_to_sum(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return total + part
+
+
+@torch.library.impl("hpml::rows_of_chunk", "CompositeExplicitAutograd")
+@torch.library.register_fake("hpml::rows_of_chunk")
+def _rows_of_chunk(part: torch.Tensor) -> torch.Tensor:
+    return part.clone()
 
 
 class _InForward(CallInserter):
@@ -179,7 +189,7 @@ class LoopUnroller:
     def _collect(self, value: Node, part: Node) -> None:
         found = self.collected.setdefault(value, [])
         if isinstance(self.loop.made[port_of(value) or (value, 0)], tuple):
-            found.append(part)
+            found.append(part if _is_in_memory(part) else self._insert(value)(ROWS_OF_CHUNK, part))
             return
         insert = self._insert(value)
         if part.meta["val"].dtype in HALF:  # many roundings to 16 bits would add up
@@ -221,6 +231,13 @@ class LoopUnroller:
         if result.meta["val"].dtype != value.meta["val"].dtype:
             result = insert(prims.convert_element_type.default, result, value.meta["val"].dtype)
         return result
+
+
+def _is_in_memory(part: Node) -> bool:
+    """True for results of library calls, as matrix products are, and views of them."""
+    while operator_of(part.target).view and isinstance(part.args[0], Node):
+        part = part.args[0]
+    return operator_of(part.target).heavy is not None
 
 
 def _apart(factors: Factors, placement: tuple[int, int], shape: Sequence[int]) -> tuple[list[int], int]:
