@@ -68,6 +68,8 @@ def _compiled(gm: GraphModule, example_inputs: Sequence[Any], options: Options, 
 def _on_one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool) -> Callable[..., Any]:
     """Sizes become numbers where the script's loss may be part of the step, for the first few of them."""
     def compile_(graph: GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        if not defers:  # the decisions are those of the graph without its large outputs
+            return decided(given, graph, options, DECIDED)
         return with_open_decisions(graph, given, options, lambda *made: decided(given, *made))
 
     def decided(given: Sequence[Any], graph: GraphModule, own: Options, deciding: OpenGraph) -> Callable[..., Any]:
@@ -83,6 +85,8 @@ def _on_one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Opti
 
 
 def _on_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool) -> Callable[..., Any]:
+    if not defers:
+        return _decided(gm, example_inputs, options, defers, DECIDED)
     return with_open_decisions(gm, example_inputs, options, lambda graph, own, deciding: _decided(
         graph, example_inputs, own, defers, deciding))
 

@@ -204,6 +204,8 @@ def with_open_decisions(gm: GraphModule, given: Sequence[Any], options: Options,
                 call = compile_(copy_graph(copy), chosen.options(options), DECIDED)
             except Infeasible as error:
                 refusals.append(error.with_traceback(None))
+            except BadInput as error:  # as by fewer rows in a microbatch than loss_chunks
+                log.info("%s: %s", chosen.reason, error.what)
             else:
                 _note(graph, chosen)
                 return call

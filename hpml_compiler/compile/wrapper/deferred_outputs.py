@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput, OutputState, lazy_output
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
 from hpml_compiler.runtime.outputs.call_modes import Modes
-from hpml_compiler.runtime.outputs.deferred_output import DeferredCall, DeferredOutput
+from hpml_compiler.runtime.outputs.deferred_output import DeferredCall, DeferredOutput, watch_deferred
 from hpml_compiler.runtime.outputs.kept_inputs import AllCopies, KeptInputs, can_be_watched
 from hpml_compiler.runtime.outputs.output_wrapper import OutputUse, OutputUses
 from hpml_compiler.runtime.outputs.record import AllRecords
@@ -55,7 +55,7 @@ def with_deferred_outputs(gm: GraphModule, given: Sequence[Any], compile_: Compi
     split = split_outputs(gm)
     if split is None or not can_be_watched():
         return compile_(gm if split is None else split.whole, given)
-    compat.trace_after(DeferredOutput, DeferredOutput.read_by_dynamo)
+    watch_deferred()
     start, name = time.perf_counter(), session.current().next_name()
     first = compile_(gm, given)
     fixed = not any(isinstance(x, torch.SymInt) for x in given)

@@ -6,6 +6,7 @@ the same Python object.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,7 +41,8 @@ class DeferredCall:
         """An output: with its gradient once, and detached any number of times; all share memory."""
         with self._lock:
             if self._compute is not None:
-                with compat.outside_transforms(), torch.inference_mode(False), torch.enable_grad():
+                with (compat.outside_transforms(), compat.saving_without_hooks(), torch.inference_mode(False),
+                      torch.enable_grad()):
                     for value in self._compute():  # a cast that changes nothing returns its operand: the same object twice
                         self._values.append(value.view_as(value) if any(value is x for x in self._values) else value)
                 self._shared = [x.detach() for x in self._values]
@@ -79,7 +81,8 @@ class DeferredOutput(torch.Tensor):
 
     def become(self, value: torch.Tensor, exchange: bool = True) -> None:
         """exchange: False where something else holds `value`, which would hold this object then."""
-        with compat.plain_torch_functions(), contextlib.suppress(RuntimeError, TypeError):  # also for classes of other slots
+        # TypeError: classes of other slots. HpmlError: torch asks for the autograd node of an object that others hold.
+        with compat.plain_torch_functions(), contextlib.suppress(RuntimeError, TypeError, HpmlError):
             if exchange:
                 torch.utils.swap_tensors(self, value)
                 return
@@ -118,3 +121,11 @@ def _plain(output: DeferredOutput) -> torch.Tensor:
     if "value" not in vars(output):
         output.read()
     return vars(output).get("value", output)
+
+
+@functools.cache
+def watch_deferred() -> None:
+    """Compute outputs that autograd, an autograd function (as `torch.utils.checkpoint` may be) or a compiled function is about
+    to take: these do not call `__torch_function__`."""
+    compat.convert_before_autograd(lambda x: _plain(x) if isinstance(x, DeferredOutput) else x, lambda: True)
+    compat.trace_after(DeferredOutput, DeferredOutput.read_by_dynamo)

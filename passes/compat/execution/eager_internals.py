@@ -4,8 +4,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -112,6 +112,21 @@ def saving_is_hooked() -> bool:
     """True where hooks take what autograd saves, as in `torch.utils.checkpoint`, which counts it."""
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     return autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextmanager
+def saving_without_hooks() -> Iterator[None]:
+    """Context in which autograd saves what it needs by itself, inside of `torch.utils.checkpoint`, too."""
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    hooks = []
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def after_backward(callback: Callable[[], None]) -> None:

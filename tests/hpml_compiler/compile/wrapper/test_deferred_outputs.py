@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import hpml_compiler
 import hpml_compiler.compile.wrapper.deferred_outputs as wrapper
@@ -300,10 +301,40 @@ def of_many_sizes(loop):
     return values
 
 
+def in_a_checkpoint(loop):
+    values = []
+    for k in range(3):
+        found = loop.forward(1.0 + k)
+        for reentrant in (False, True):
+            values.append(checkpoint(lambda logits: logits.square().mean(), found.logits, use_reentrant=reentrant))
+        (found.loss + values[-1] + values[-2]).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    return values
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+def in_an_autograd_function(loop):
+    found = loop.forward()
+    total = Doubled.apply(found.logits).sin().sum()
+    (found.loss + total).backward()
+    return [total]
+
+
 SCENES = (unread, at_once, after_backward, after_step, after_next_forward, changed_by_hand, changed_through_data,
           without_backward, of_many_sizes, in_threads, pickled, collected, in_other_modes, as_an_object, gradient_arrives,
           gradients_in_turn, backward_again, asked_gradients, changed_in_place, scaled, given_to_a_compiled_function,
-          with_a_compiled_step, by_compiled_autograd, weakly_referenced, read_in_every_call)
+          with_a_compiled_step, by_compiled_autograd, weakly_referenced, read_in_every_call, in_a_checkpoint,
+          in_an_autograd_function)
 
 
 @pytest.fixture(autouse=True)
@@ -328,7 +359,8 @@ def seen(scene: Any, kind: str, wrap: Any) -> list[Any]:
 
 def assert_same(actual: list[Any], expected: list[Any], scene: Any) -> None:
     """Bit for bit, but where two gradients are added in another order."""
-    adds = scene in (gradient_arrives, given_to_a_compiled_function, with_a_compiled_step)
+    adds = scene in (gradient_arrives, given_to_a_compiled_function, with_a_compiled_step, in_a_checkpoint,
+                      in_an_autograd_function)
     torch.testing.assert_close(actual, expected, rtol=1e-5 if adds else 0, atol=1e-9 if adds else 0)
 
 
