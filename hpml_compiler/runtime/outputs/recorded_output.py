@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hpml_compiler.runtime.dtensor.dispatch_table import in_place
+from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
 from hpml_compiler.runtime.dtensor.op_dispatch import map_tensors, tensors_in
 from hpml_compiler.runtime.outputs.call_modes import Modes, is_unread, nbytes
 from hpml_compiler.runtime.outputs.deferred_output import DESCRIPTION, QUESTIONS, DeferredOutput
@@ -123,10 +124,19 @@ def value_of(value: Any) -> Any:
     return value
 
 
+def whole_for(value: Any, function: Any) -> Any:
+    """A sharded output as the full tensor for an autograd function of others, which would give it a gradient that is not
+    sharded, as those of other uses are; other objects as they are. function: its class."""
+    ours = function is None or function.__module__.startswith(("hpml_compiler.", "passes."))
+    if ours or not isinstance(value, LazyOutput) or "shared" not in vars(value):
+        return value
+    return value if compat.is_tracing() or compat.is_fake(value._local_tensor) else value.used()
+
+
 @functools.cache
 def watch_autograd() -> None:
     """Compute recorded outputs that autograd, an autograd function or a compiled function is about to take."""
-    compat.convert_before_autograd(value_of, lambda: bool(state_of(AllRecords).living))
+    compat.convert_before_autograd((RecordedOutput, LazyOutput), value_of, whole_for)
     compat.trace_after(RecordedOutput, RecordedOutput.read_by_dynamo)
 
 

@@ -55,25 +55,40 @@ def convert_before_vmap(convert: Callable[[Any], Any]) -> None:
     replace_for_good({"_add_batch_dim": converting})
 
 
-def convert_before_autograd(convert: Callable[[Any], Any], needed: Callable[[], bool]) -> None:
-    """From now on, a backward converts the tensors that it starts from, and an autograd function its arguments, while
-    `needed`. Neither calls `__torch_function__`."""
+def convert_before_autograd(kinds: tuple[type, ...], convert: Callable[[Any], Any],
+                            convert_argument: Callable[[Any, Any], Any] = lambda x, function: x) -> None:
+    """From now on, a backward converts the tensors that it starts from, and an autograd function its arguments, where one of
+    them is of these classes. Neither calls `__torch_function__`. convert_argument: converts these once more, for a class of
+    autograd functions."""
+    concerns = functools.cache(lambda kind: issubclass(kind, kinds))
+
     def starting(run: Any) -> Any:
         @functools.wraps(run)
         def converted(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            return run(tuple(map(convert, t_outputs)) if needed() else t_outputs, *args, **kwargs)
+            return run(tuple(map(convert, t_outputs)), *args, **kwargs)
 
         return converted
 
     def applying(unwrap: Any) -> Any:
         @functools.wraps(unwrap)
         def converted(args: Any) -> Any:
-            return unwrap(tuple(map(convert, args)) if needed() else args)
+            if any(map(concerns, map(type, args))):
+                function = _applied_function()
+                args = tuple([convert_argument(convert(x), function) for x in args])
+            return unwrap(args)
 
         return converted
 
     replace_for_good({"_engine_run_backward": starting})
     replace_for_good({"unwrap_dead_wrappers": applying})
+
+
+def _applied_function() -> Any:
+    """The class of the autograd function whose `apply` is running; None if it cannot be told."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("cls")
 
 
 def inside_autograd_function() -> bool:

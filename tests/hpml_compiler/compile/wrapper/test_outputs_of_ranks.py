@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hpml_compiler.compile.wrapper import deferred_outputs
 from hpml_compiler.runtime.outputs.output_wrapper import OutputUses
@@ -112,9 +113,29 @@ def changed_in_place(call, optimizer):
     return [loss.detach(), logits.detach()]
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+def in_autograd_functions_and_checkpoints(call, optimizer):
+    loss, logits = call(X, Y)
+    square = lambda x: x.square().mean()  # noqa: E731
+    total = loss + Doubled.apply(logits).sin().mean() + logits.cos().mean() + sum(
+        checkpoint(square, logits, use_reentrant=reentrant) for reentrant in (False, True))
+    total.backward()
+    optimizer.step()
+    return [total.detach()]
+
+
 SCENES = (unread, read_at_once, read_after_the_step, read_after_the_next_call, copied_and_pickled, gradient_through_the_logits,
           other_sizes, read_in_many_steps, changed_in_place,
-          gradient_after_the_step)
+          gradient_after_the_step, in_autograd_functions_and_checkpoints)
 REPORTED = {unread: (0,), read_at_once: (STEPS, "argmax at test_outputs_of_ranks.py")}
 """Scenes in which a report is checked: calls in which the logits were made, and the functions of the script that read them."""
 
