@@ -61,7 +61,7 @@ class ConfigurationsFound(Exception):
 
 
 class OpenGraph:
-    """What may be decided about one graph while it is compiled. is_open: False once that is over, and where there is nothing to
+    """Open decisions about one graph while it is compiled. is_open: False once that is over, and where there is nothing to
     decide, because of `why` if it is not empty. reads: whether answers of earlier launches are read. searched: whether answers
     were searched for. key: of the graph in the graph cache."""
 

@@ -83,7 +83,7 @@ class TracedModel:
 
     @property
     def sharing(self) -> StepContext | None:
-        """Of a graph of a run, the memory that it shares with others."""
+        """The memory that a graph of a run shares with others."""
         return None
 
     @property

@@ -62,9 +62,9 @@ def _state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[torc
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _plain(old: torch.Tensor) -> torch.Tensor:
+def _plain(old: Any) -> torch.Tensor:
     """The plain form of a placed tensor, with its attributes and hooks."""
-    part = old._local_tensor  # type: ignore[attr-defined]
+    part = old._local_tensor
     value = part.detach() if is_whole(old) else part.new_empty_strided(old.shape, old.stride())
     if not isinstance(old, nn.Parameter):
         return value
