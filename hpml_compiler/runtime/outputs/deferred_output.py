@@ -127,5 +127,6 @@ def _plain(output: DeferredOutput) -> torch.Tensor:
 def watch_deferred() -> None:
     """Compute outputs that autograd, an autograd function (as `torch.utils.checkpoint` may be) or a compiled function is about
     to take: these do not call `__torch_function__`."""
-    compat.convert_before_autograd((DeferredOutput,), lambda x: _plain(x) if type(x) is DeferredOutput else x)
+    compat.convert_before_autograd(compat.untraced, (DeferredOutput,),
+                                   lambda x: _plain(x) if type(x) is DeferredOutput else x)
     compat.trace_after(DeferredOutput, DeferredOutput.read_by_dynamo)

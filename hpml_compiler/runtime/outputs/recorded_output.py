@@ -136,7 +136,7 @@ def whole_for(value: Any, function: Any) -> Any:
 @functools.cache
 def watch_autograd() -> None:
     """Compute recorded outputs that autograd, an autograd function or a compiled function is about to take."""
-    compat.convert_before_autograd((RecordedOutput, LazyOutput), value_of, whole_for)
+    compat.convert_before_autograd(compat.untraced, (RecordedOutput, LazyOutput), value_of, whole_for)
     compat.trace_after(RecordedOutput, RecordedOutput.read_by_dynamo)
 
 

@@ -55,14 +55,15 @@ def convert_before_vmap(convert: Callable[[Any], Any]) -> None:
     replace_for_good({"_add_batch_dim": converting})
 
 
-def convert_before_autograd(kinds: tuple[type, ...], convert: Callable[[Any], Any],
+def convert_before_autograd(untraced: Callable[[Any], Any], kinds: tuple[type, ...], convert: Callable[[Any], Any],
                             convert_argument: Callable[[Any, Any], Any] = lambda x, function: x) -> None:
     """From now on, a backward converts the tensors that it starts from, and an autograd function its arguments, where one of
     them is of these classes. Neither calls `__torch_function__`. convert_argument: converts these once more, for a class of
-    autograd functions."""
+    autograd functions. untraced: `compat.untraced`, for the functions around torch's."""
     concerns = functools.cache(lambda kind: issubclass(kind, kinds))
 
     def starting(run: Any) -> Any:
+        @untraced
         @functools.wraps(run)
         def converted(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             return run(tuple(map(convert, t_outputs)), *args, **kwargs)
@@ -70,6 +71,7 @@ def convert_before_autograd(kinds: tuple[type, ...], convert: Callable[[Any], An
         return converted
 
     def applying(unwrap: Any) -> Any:
+        @untraced
         @functools.wraps(unwrap)
         def converted(args: Any) -> Any:
             if any(map(concerns, map(type, args))):
