@@ -21,6 +21,7 @@ from hpml_compiler.runtime.outputs.deferred_output import DeferredOutput
 from passes.errors import HpmlError
 from passes.transforms.outputs import split_outputs
 from tests.helpers.peaks import least_peak
+from tests.hpml_compiler.runtime.common import Doubled
 
 ROWS, WIDTH, WORDS = 64, 8, 512
 X = torch.arange(ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH).sin()
@@ -311,16 +312,6 @@ def in_a_checkpoint(loop):
         loop.optimizer.step()
         loop.optimizer.zero_grad()
     return values
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
 
 
 def in_an_autograd_function(loop):

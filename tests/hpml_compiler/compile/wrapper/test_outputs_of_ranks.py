@@ -15,7 +15,7 @@ from hpml_compiler.runtime.outputs.output_wrapper import OutputUses
 from hpml_compiler.runtime.outputs.recorded_output import RecordedOutput
 from passes.session_state import state_of
 from tests.helpers.frozen import fresh
-from tests.hpml_compiler.runtime.common import full
+from tests.hpml_compiler.runtime.common import Doubled, full
 
 X = torch.arange(64 * 8).view(64, 8) % 53
 Y = (X * 7) % 1024
@@ -111,16 +111,6 @@ def changed_in_place(call, optimizer):
     logits[0] = 0
     (loss + logits.exp().mean()).backward()
     return [loss.detach(), logits.detach()]
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
 
 
 def in_autograd_functions_and_checkpoints(call, optimizer):

@@ -17,7 +17,7 @@ from hpml_compiler.runtime.outputs.loss_memory import LossMemories
 from hpml_compiler.runtime.watchdog.barrier_check import RankDiverged
 from passes.errors import HpmlError, Infeasible
 from passes.session_state import state_of
-from tests.hpml_compiler.runtime.common import full
+from tests.hpml_compiler.runtime.common import Doubled, full
 
 X = torch.linspace(-1, 1, 64 * 16, dtype=torch.float64).view(64, 16).sin()
 Y = torch.arange(64) % 40
@@ -368,16 +368,6 @@ def test_a_budget_counts_from_the_step_on_that_has_the_loss(scene, kib, chunks, 
         assert hpml_compiler.last_plan().peak.bytes <= kib * 1024
     else:  # the loss stays outside, and the graph alone is within the budget
         assert "Infeasible: the step needs at least" in memory.stopped and not memory.losses
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z):
-        return 2 * z
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
 
 
 def loss_again(z):
