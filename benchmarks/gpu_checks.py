@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import faulthandler
 import gc
 import importlib.util
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -426,6 +428,7 @@ def main() -> None:
     parser.add_argument("--models", default=str(HERE / "small_models.py"))
     parser.add_argument("--name", default="", help="of the model, for the check `model`")
     args = parser.parse_args()
+    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)  # where a check was when its time was over
     sys.path.insert(0, str(HERE.parent))
     if args.device == "cuda" and torch.cuda.is_available():  # before anything is moved, as the documentation says
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

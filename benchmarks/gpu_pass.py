@@ -32,7 +32,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-LAST_LINES = 12
+LAST_LINES, LAST_LINES_LATE = 12, 60
+"""Of a check that failed, and of one that ran out of time, which ends with its stack."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def checks(models: list[str]) -> list[Check]:
         Check("checkpoint", 2, 150),
         Check("energy", needs_hpml=False, limit_s=60, alone=True),
         Check("step_time", limit_s=150, alone=True),
-        *(Check("budget", limit_s=200, model=name, alone=True) for name in ("gpt", "convnet")),
-        Check("out_of_memory", limit_s=120, alone=True),
+        *(Check("budget", limit_s=240, model=name, alone=True) for name in ("gpt", "convnet")),
+        Check("out_of_memory", limit_s=150, alone=True),
         Check("run", 2, 150, alone=True),
         Check("profile", limit_s=150, alone=True),
         Check("heads", limit_s=280, alone=True),
@@ -115,7 +116,8 @@ def start(check: Check, args: argparse.Namespace, folder: Path, limit_s: float) 
     result |= {"status": "passed" if ok else "out of time" if late else "failed", "seconds": time.monotonic() - began}
     if not ok:
         done = re.findall(r"^CASE (.*)$", output, re.MULTILINE)
-        result["output"] = [line for line in output.splitlines() if "warn" not in line.lower()][-LAST_LINES:]
+        lines = [line for line in output.splitlines() if "warn" not in line.lower()]
+        result["output"] = lines[-(LAST_LINES_LATE if late else LAST_LINES):]
         ended = (f"no result within {limit_s:.0f} s" if late else
                  f"exit code {process.returncode}: {next((x for x in reversed(result['output']) if 'Error' in x), '')[:200]}")
         result.setdefault("says", "; ".join([ended, *done]))

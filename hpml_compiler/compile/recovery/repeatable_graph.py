@@ -10,10 +10,11 @@ On several ranks, a call fails on all of them or none (`hpml_compiler.runtime.co
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.recovery.call_state import CallState, edges_of
@@ -97,7 +98,8 @@ class RepeatableGraph:
 
         def both_halves(call: Call) -> tuple[Any, ...]:
             with state.again(), self.modes.again():
-                made = _node_of(call(*state.args))
+                edge = _edge_of(call(*state.args))  # keeps the node alive, not the results
+            made = edge and edge.node
             if made is None or _shapes(made) != shapes or len(set(edges)) > len(made.next_functions):
                 raise self._unrepeatable("backward", failure, "under the new plan, other outputs have gradients")
             found = dict(zip(edges_of(made), compat.autograd_function(made).backward(made, *_copied(gradients)), strict=True))
@@ -166,11 +168,24 @@ def _refusal(error: BaseException) -> HpmlError | None:
     return error if not isinstance(error, torch.OutOfMemoryError) else None
 
 
+def _of_graph(results: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The results whose autograd node is the graph's that made them."""
+    return (x for x in results if isinstance(x, torch.Tensor) and x.requires_grad and node_of(x) is not None)
+
+
 def _node_of(results: Sequence[Any]) -> Any:
-    """The autograd node of the graph that made these results."""
+    """The autograd node of the graph that made these results; it lives as long as one of them."""
     with compat.plain_torch_functions():
-        found = (node_of(x) for x in results if isinstance(x, torch.Tensor) and x.requires_grad)
-        return next((node for node in found if node is not None), None)
+        return next(map(node_of, _of_graph(results)), None)
+
+
+def _edge_of(results: Sequence[Any]) -> GradientEdge | None:
+    """An edge to that node, which keeps it alive without the results."""
+    with compat.plain_torch_functions():
+        for x in _of_graph(results):
+            edge = get_gradient_edge(x)
+            return GradientEdge(node_of(x), x.output_nr, edge.ownership_token or edge.node)
+    return None
 
 
 def _shapes(node: Any) -> list[tuple[int, ...]]:
