@@ -12,7 +12,9 @@ from passes.hardware.mesh import Mesh
 
 def left_whole(annotated: AnalyzedGraph, mesh: Mesh, listed: UserNames) -> list[ReplicatedValue]:
     """Operators without a sharding rule, and heavy operations and parameters that no axis of the mesh can split, with the sizes
-    that prevent it."""
+    that prevent it. None on a mesh of one device, which could split nothing."""
+    if all(size == 1 for size in mesh.shape):
+        return []
     graph = annotated.graph
     found = [
         ReplicatedValue(name=node, reason=f"{target} has no rule")
