@@ -17,7 +17,9 @@ from hpml_compiler.units import (
     parse_budget,
     parse_chunks,
     parse_compression,
+    parse_local_steps,
     parse_names,
+    parse_outer_optimizer,
     parse_recompute,
     parse_rows,
     parse_watts,
@@ -58,6 +60,8 @@ LossChunks = Annotated[Chunks, BeforeValidator(parse_chunks)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 RecomputeByBlock = Annotated[dict[str, Recompute], BeforeValidator(parse_recompute)]
 Compression = Annotated[dict[str, str], BeforeValidator(parse_compression)]
+LocalSteps = Annotated[dict[str, int], BeforeValidator(parse_local_steps)]
+OuterOptimizer = Annotated[tuple[float, float], BeforeValidator(parse_outer_optimizer)]
 Rows = Annotated[dict[str, tuple[int, ...]] | Literal["even", "whole"], BeforeValidator(parse_rows)]
 Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 PlanOrPath = Annotated[str | Plan | MixedPlan, BeforeValidator(_path_text)]
@@ -108,6 +112,33 @@ def _check_compress(compress: Mapping[str, str], others: Mapping[str, Any]) -> N
         raise ValueError("PowerSGD needs parameters that are not gathered once a step: pin zero to 0 or 3")
 
 
+def _check_local_steps(local_steps: Mapping[str, int], others: Mapping[str, Any]) -> None:
+    if not local_steps:
+        return
+    mesh = others.get("mesh") or {}
+    axis = next(iter(local_steps))
+    if len(local_steps) > 1 or axis in (EVERY, "pp", "tp"):
+        raise ValueError(f"replicas train apart along one mesh axis that splits the batch, not along {', '.join(local_steps)}: "
+                         'write {"dp": 8}')
+    if axis != BETWEEN and axis not in mesh:
+        raise ValueError(f"{axis!r} is no axis of the mesh ({', '.join(mesh) or 'not set'}): pin it, as in "
+                         f'"mesh": {{{axis!r}: 2}}')
+    if mesh.get("pp", 1) > 1:
+        raise ValueError("pipeline stages are not trained apart: use a mesh without pp")
+    if axis in others.get("rows", ()) and not isinstance(others["rows"], str):
+        raise ValueError(f"replicas have equal numbers of rows: leave {axis!r} out of rows")
+    if axis in others.get("compress", ()):
+        raise ValueError(f"no gradients are sent along {axis!r}, so that none can be compressed: leave it out of compress")
+    if others.get("zero") in (1, 2, 3) and axis in mesh and not set(mesh) - {axis, "tp"}:
+        raise ValueError(f"replicas along {axis!r} keep whole parameters, so that zero={others['zero']} needs another axis: "
+                         "add one to the mesh, or leave zero out")
+
+
+def _check_outer(outer: tuple[float, float], others: Mapping[str, Any]) -> None:
+    if not others.get("local_steps"):
+        raise ValueError('it updates parameters once in local_steps: set that, too, as in "local_steps": {"dp": 8}')
+
+
 def _check_rows(rows: Mapping[str, tuple[int, ...]] | str, others: Mapping[str, Any]) -> None:
     if isinstance(rows, str):
         return
@@ -126,6 +157,7 @@ def _check_rows(rows: Mapping[str, tuple[int, ...]] | str, others: Mapping[str, 
 CHECKS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "rows": _check_rows, "recompute": _check_recompute, "zero": _check_zero, "offload": _check_offload,
     "schedule": _check_stages, "virtual_stages": _check_stages, "compress": _check_compress,
+    "local_steps": _check_local_steps, "outer_optimizer": _check_outer,
 }
 """By option, the check of its value against the options before it. They raise ValueError."""
 

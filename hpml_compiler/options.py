@@ -14,11 +14,13 @@ from hpml_compiler.option_values import (
     Chunks,
     Compression,
     Folder,
+    LocalSteps,
     LossChunks,
     Names,
     Offload,
     OptimizerName,
     OptimizerOption,
+    OuterOptimizer,
     PlanOrPath,
     RecomputeByBlock,
     Rows,
@@ -35,6 +37,7 @@ from hpml_compiler.plans.schema import Objective
 from hpml_compiler.plans.validation_errors import describe_errors, did_you_mean
 from hpml_compiler.units import in_mesh_order
 from passes.errors import BadInput
+from passes.hardware.gradient_compression import local
 from passes.json_records import FrozenMap
 from passes.pipeline.schedule_orders import ScheduleName
 
@@ -135,6 +138,14 @@ class Options(BaseModel):
     compress: Compression = Field(
         default_factory=dict, description='gradients are sent in fewer bytes, which changes the numbers of a training: "bf16", '
         '"fp16" or "powersgd:RANK" along mesh axes that cross nodes, or by axis, such as {"dp": "bf16"}')
+    local_steps: LocalSteps = Field(
+        default_factory=dict, description="optimizer steps for which replicas train apart on their own rows, before their "
+        "parameters are averaged (LocalSGD), which changes the numbers of a training: a number, for the axis between nodes, "
+        'or by mesh axis, such as {"dp": 8}')
+    outer_optimizer: OuterOptimizer = Field(
+        (1.0, 0.0), description='update of the parameters after local_steps: "average" takes their mean over the replicas; '
+        '"nesterov" takes its difference from the parameters before as a gradient (DiLoCo), with learning rate 0.7 and '
+        'momentum 0.9; "nesterov:LR:MOMENTUM" with others')
     offload: Offload = Field(
         "off", description='offload to host memory or, on a CPU, to a file: "saved" activations, under a memory_budget; '
         'the state of the "optimizer"; or "all" of both'
@@ -189,6 +200,11 @@ class Options(BaseModel):
         if self.rows == "whole" or self.microbatches > 1 or self.stage_ranks > 1:
             return None
         return FrozenMap({} if isinstance(self.rows, str) else self.rows)
+
+    @property
+    def axis_compression(self) -> FrozenMap[str, str]:
+        """What is sent in place of gradients by mesh axis: compressed gradients, or parameters once in `local_steps`."""
+        return FrozenMap({**self.compress, **{axis: local(steps) for axis, steps in self.local_steps.items()}})
 
     @property
     def shards_outputs(self) -> bool:

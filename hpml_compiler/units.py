@@ -120,6 +120,35 @@ def parse_compression(value: object) -> object:
     return value
 
 
+def parse_local_steps(value: object) -> object:
+    """Steps between averages by mesh axis: 8 is for axes between nodes; a text such as "dp=8" is split. Raises ValueError."""
+    if isinstance(value, str):
+        pairs = (each.partition("=") for each in value.split(",")) if "=" in value else [(BETWEEN, "=", value)]
+        value = {axis.strip(): int(text) if text.strip().isdecimal() else text for axis, _, text in pairs}
+    elif not isinstance(value, Mapping):
+        value = {BETWEEN: value}
+    for steps in value.values():
+        if type(steps) is not int or steps < 2:
+            raise ValueError(f"{steps!r} is no number of optimizer steps between two averages: give a whole number from 2 "
+                             'on, for the axis between nodes or by axis, such as {"dp": 8}')
+    return dict(value)
+
+
+def parse_outer_optimizer(value: object) -> object:
+    """Learning rate and momentum of an outer optimizer: "average" is (1, 0), "nesterov" DiLoCo's (0.7, 0.9), and
+    "nesterov:LR:MOMENTUM" others. Raises ValueError."""
+    if value == "average":
+        return 1.0, 0.0
+    if isinstance(value, (tuple, list)) and all(isinstance(each, (int, float)) for each in value):
+        value = "nesterov:" + ":".join(map(str, value))
+    match = re.fullmatch(r"nesterov(?::(\d+(?:\.\d+)?):(\d+(?:\.\d+)?))?", value) if isinstance(value, str) else None
+    lr, momentum = (float(match[1] or 0.7), float(match[2] or 0.9)) if match else (0.0, 0.0)
+    if not lr > 0 or not 0 <= momentum < 1:
+        raise ValueError(f'{shortened(repr(value))} is no outer optimizer: write "average", "nesterov", or '
+                         '"nesterov:LR:MOMENTUM", LR above 0 and MOMENTUM below 1, as in "nesterov:0.7:0.9"')
+    return lr, momentum
+
+
 def in_mesh_order(mesh: Mapping[str, int] | None, order: Sequence[str] | None) -> dict[str, int] | None:
     """Sort the axes of a mesh, outermost first: by `order` if given, else pp, dp, axes of other names as given, tp.
 

@@ -19,6 +19,7 @@ LAYERS = {
         ("annotations", "base", "frozen", "json_records", "manager", "pass_result", "registry"),
         ("hardware", "op_rules"),
         ("batch_balance", "graph"),
+        ("replicas",),
         ("cost_model", "serialization", "tracing"),
         ("simulation",),
         ("checkpointing", "sharding"),

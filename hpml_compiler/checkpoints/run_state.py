@@ -1,7 +1,7 @@
 """State of a training run: model, optimizers, schedulers, the position in the data, random states, and what the script adds.
 
-Tensors are named `model/<name>`, `optimizer/<parameter>.<key>`, `compression/<parameter>...`, `extra/<name>...`; all
-else is JSON.
+Tensors are named `model/<name>`, `optimizer/<parameter>.<key>`, `compression/<parameter>...`, `replicas/<name>`,
+`extra/<name>...`; all else is JSON.
 """
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from hpml_compiler.checkpoints.random_states import random_states, restore_rando
 from hpml_compiler.checkpoints.read_checkpoint import CheckpointReader
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
 from hpml_compiler.runtime.optimizer.compression_state import compression_tensors, restore_compression
+from hpml_compiler.runtime.optimizer.replica_averages import ReplicaAverages
+from hpml_compiler.runtime.optimizer.replica_state import RestoredReplicas, replica_tensors
 from hpml_compiler.runtime.placements.shard_and_gather import without_partial
 from hpml_compiler.runtime.process.world_group import this_rank, world_size
 from passes import compat
 from passes.errors import BadInput
+from passes.session_state import state_of
 
 CALLED = "hpml_compiler.Checkpointer"
 
@@ -44,7 +47,7 @@ class RunState:
 
     def collect(self, compression: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
         """Tensors by name, the state without them, and this rank's own state (random states, position in the data).
-        compression: also the state of PowerSGD; all ranks must call it then."""
+        compression: also the state of PowerSGD and of replicas; all ranks must call it then."""
         self._check_memory()
         encoder = StateEncoder()
         state: dict[str, Any] = {"model": {}}
@@ -56,6 +59,10 @@ class RunState:
         if compression:
             encoder.tensors.update((f"compression/{name}", each) for name, each in compression_tensors(self.model).items())
         state["optimizers"] = [self._optimizer_state(k, encoder) for k in range(len(self.optimizers))]
+        if compression:
+            own_tensors, replicas = replica_tensors(encoder.tensors, self.model, self.optimizers)
+            encoder.tensors.update(own_tensors)
+            state |= {"replicas": replicas} if replicas else {}
         state["schedulers"] = [encoder.encode(each.state_dict(), f"extra/scheduler{k or ''}")
                                for k, each in enumerate(self.schedulers)]
         state["extra"] = {name: encoder.encode(each.state_dict(), f"extra/{name}") for name, each in self.extra.items()}
@@ -102,6 +109,7 @@ class RunState:
         self._restore_compression(reader)
         for k, optimizer in enumerate(self.optimizers):
             self._restore_optimizer(optimizer, state["optimizers"][k], reader)
+        self._restore_replicas(reader)
         values = _values(reader, [*state["schedulers"], state["extra"]])
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(decode(saved, values))
@@ -111,6 +119,19 @@ class RunState:
         if self.loader is not None:
             self.loader.load_state_dict(decode(ranks[min(this_rank(), len(ranks) - 1)]["loader"], {}))
         restore_random_states(states_of_rank(saved_random, this_rank(), world_size()))
+
+    def _restore_replicas(self, reader: CheckpointReader) -> None:
+        averages, saved = state_of(ReplicaAverages), reader.state.get("replicas")
+        averages.forget()
+        if saved is None:
+            return
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in reader.names("replicas").items()}
+        reader.load({f"replicas/{name}": each for name, each in tensors.items()})
+        averages.restored = RestoredReplicas(
+            self.model, self.optimizers, [each["names"] for each in reader.state["optimizers"]],
+            [self._folder_of(k) for k in range(len(self.optimizers))], tensors, saved["sizes"], saved["steps"])
+        for mesh in averages.along:
+            averages.restored.begin(mesh)
 
     def _restore_compression(self, reader: CheckpointReader) -> None:
         parameters = dict(self.model.named_parameters())

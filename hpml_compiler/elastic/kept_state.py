@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hpml_compiler.checkpoints.read_checkpoint import CheckpointReader
 from hpml_compiler.checkpoints.run_state import RunState
 from hpml_compiler.runtime.install.plain_parameters import is_whole
+from hpml_compiler.runtime.optimizer.replica_averages import ReplicaAverages
 from hpml_compiler.runtime.process.world_group import control_group, this_rank
 from passes import compat
 from passes.session_state import state_of
@@ -58,7 +59,7 @@ class KeptState:
         tensors, self._state, self.own = run.collect(compression=False)
         self._parameters = {f"model/{name}" for name, _ in run.model.named_parameters(remove_duplicate=False)}
         with compat.plain_torch_functions(), torch.no_grad():
-            self.is_whole = all(map(is_whole, tensors.values())) and not state_of(LowRankStates)
+            self.is_whole = all(map(is_whole, tensors.values())) and not (state_of(LowRankStates) or state_of(ReplicaAverages))
             self._copies = {name: _local(each).clone() for name, each in tensors.items() if not self._is_live(name)}
             self._versions = self._versions_of(tensors)
         self._hook = register_optimizer_step_pre_hook(self._steps)
@@ -77,7 +78,7 @@ class KeptState:
 
     def is_there(self) -> bool:
         """True if this rank has all of the state, unchanged. To be asked before parameters become plain."""
-        if self._stepped or not self.is_whole or state_of(LowRankStates):
+        if self._stepped or not self.is_whole or state_of(LowRankStates) or state_of(ReplicaAverages):
             return False
         tensors, _, _ = self._run.collect(compression=False)
         with compat.plain_torch_functions():

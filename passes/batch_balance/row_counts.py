@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from passes.hardware.axis import Axes, Axis, AxisKind
+from passes.hardware.gradient_compression import steps_apart
 
 WEIGHTS_ALONE = ("tp",)
 """Axes that never split the batch."""
@@ -30,7 +31,7 @@ def with_rows(axes: Axes, rows: int, weights: Mapping[str, Sequence[int]]) -> Ax
 
 
 def _with_rows(axis: Axis, rows: int, weights: Sequence[int]) -> Axis:
-    if axis.kind is AxisKind.TIME or axis.name in WEIGHTS_ALONE or axis.size == 1:
+    if axis.kind is AxisKind.TIME or axis.name in WEIGHTS_ALONE or axis.size == 1 or steps_apart(axis.compression):
         return axis
     counts = apportioned(rows, weights)
     return axis if min(counts) == 0 or len({*counts}) == 1 else replace(axis, rows=counts)

@@ -2,6 +2,7 @@
 
     "bf16", "fp16"    each rank's addends are rounded, summed in the gradient's own dtype, and the sum is rounded again
     "powersgd:RANK"   a matrix is summed as a product of two thin ones (Vogels et al., arXiv 1905.13727)
+    "local:STEPS"     no gradients are sent, parameters are averaged every so many steps (the option local_steps)
 
 A reduction to shards (ZeRO) rounds the addends alone. PowerSGD needs whole sums: reductions to shards, vectors, and matrices
 that it does not at least halve are not compressed.
@@ -34,16 +35,30 @@ def check_compression(text: object) -> str:
 
 def rank_of(compression: str) -> int:
     """Rank of PowerSGD; 0 for anything else."""
-    return int(compression.partition(":")[2] or 0)
+    return int(compression.removeprefix("powersgd:")) if compression.startswith("powersgd:") else 0
+
+
+def local(steps: int) -> str:
+    """The compression by which replicas train apart for so many steps."""
+    return f"local:{steps}"
+
+
+def steps_apart(compression: str) -> int:
+    """Steps for which replicas train apart; 0 where gradients are reduced."""
+    return int(compression.removeprefix("local:")) if compression.startswith("local:") else 0
 
 
 def describe_compression(compression: str) -> str:
+    if steps := steps_apart(compression):
+        return f"parameters averaged every {steps} steps, no gradients"
     rank = rank_of(compression)
     return f"gradients by PowerSGD of rank {rank}" if rank else f"gradients in {compression}"
 
 
 def compresses(compression: str, kind: str, shape: Sequence[int], dtype: str) -> bool:
     """True if a reduction, by the collective `kind`, of a gradient of this local shape and dtype is compressed."""
+    if steps_apart(compression):
+        return kind == "all_reduce"
     if dtype not in ("float32", "float64"):
         return False
     if compression in NARROW:
@@ -58,6 +73,8 @@ def sent_share(compression: str, kind: str, shape: Sequence[int], dtype: str) ->
     """Fraction of the bytes of such a gradient that are sent."""
     if not compression or not compresses(compression, kind, shape, dtype):
         return 1.0
+    if steps := steps_apart(compression):
+        return 1.0 / steps
     if compression in NARROW:
         return 2.0 / {"float32": 4, "float64": 8}[dtype]
     rows, columns = shape[0], math.prod(shape[1:])
@@ -72,5 +89,9 @@ def compressed_axes(mesh: Mesh, wanted: Mapping[str, str], devices_per_node: int
                        f'pin a mesh with this axis, such as "mesh": {{"{unknown[0]}": {mesh.size}}}, or write "compress": '
                        f'"{wanted[unknown[0]]}" for the axes between nodes')
     links = links_of_axes(dict(zip(mesh.names, mesh.shape)), devices_per_node)
-    return tuple(replace(axis, compression=wanted.get(axis.name) or wanted.get(EVERY) or (
-        wanted.get(BETWEEN, "") if links.get(axis.name) in (BETWEEN, BOTH) else "")) for axis in mesh.layout_axes)
+
+    def of(name: str) -> str:
+        found = [wanted.get(name), wanted.get(EVERY), wanted.get(BETWEEN) if links.get(name) in (BETWEEN, BOTH) else None]
+        return next((each for each in found if each and steps_apart(each)), None) or next(filter(None, found), "")
+
+    return tuple(replace(axis, compression=of(axis.name)) for axis in mesh.layout_axes)

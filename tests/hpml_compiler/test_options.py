@@ -36,7 +36,7 @@ def test_defaults():
 
 def test_to_json_gives_the_same_options_again():
     options = Options.parse({"mesh": {"tp": 2, "dp": 4}, "memory_budget": "1GiB", "gap": 0, "compiler": "eager",
-                             "rows": "dp=3+2+2+1",
+                             "rows": "dp=3+2+2+1", "local_steps": 8, "outer_optimizer": "nesterov",
                              "mesh_order": ["tp", "dp"], "solver_options": {"threads": 1}, "optimizer": "sgd"})
     assert Options.parse(options.to_json()) == options
     assert options.to_json()["memory_budget"] == 2**30
@@ -110,6 +110,18 @@ def test_optimizer_states_are_those_torch_keeps():
     ({"compress": "powersgd:4", "memory_budget": "1GiB"}, "pin zero to 0 or 3"),
     ({"mesh": {"dp": 2, "pp": 2}, "compress": {"pp": "bf16"}}, "no gradients are reduced along 'pp'"),
     ({"mesh": {"dp": 2}, "compress": {"tp": "bf16"}}, "no gradients are reduced along 'tp'"),
+    ({"local_steps": 1}, "1 is no number of optimizer steps"),
+    ({"local_steps": "often"}, "'often' is no number of optimizer steps"),
+    ({"local_steps": {"dp": 8}}, "'dp' is no axis of the mesh"),
+    ({"local_steps": {"*": 8}}, "along one mesh axis that splits the batch"),
+    ({"mesh": {"dp": 2, "tp": 2}, "local_steps": "dp=8,tp=8"}, "along one mesh axis that splits the batch"),
+    ({"mesh": {"dp": 2, "pp": 2}, "local_steps": {"dp": 8}}, "pipeline stages are not trained apart"),
+    ({"mesh": {"dp": 2}, "local_steps": {"dp": 8}, "compress": {"dp": "bf16"}}, "no gradients are sent along 'dp'"),
+    ({"mesh": {"dp": 2}, "local_steps": {"dp": 8}, "zero": 3}, "zero=3 needs another axis"),
+    ({"mesh": {"dp": 2}, "local_steps": {"dp": 8}, "rows": {"dp": [5, 3]}}, "replicas have equal numbers of rows"),
+    ({"outer_optimizer": "nesterov"}, "set that, too"),
+    ({"local_steps": 8, "outer_optimizer": "adam"}, "'adam' is no outer optimizer"),
+    ({"local_steps": 8, "outer_optimizer": "nesterov:0:0.9"}, "LR above 0"),
 ])
 def test_bad_options(options, message):
     with pytest.raises(BadInput, match=r"(?s)" + message) as caught:

@@ -18,6 +18,7 @@ from hpml_compiler.runtime.consistency.initial_sync import params_and_buffers, s
 from hpml_compiler.runtime.consistency.input_check import backward_check, forward_check
 from hpml_compiler.runtime.install.parameter_sharding import shard_module
 from hpml_compiler.runtime.optimizer.optimizer_offload import offload_state, watch_steps
+from hpml_compiler.runtime.optimizer.replica_averages import train_apart
 from hpml_compiler.runtime.outputs.output_wrapper import OutputWrapper
 from hpml_compiler.runtime.placements.single_rank_placement import owner_of
 from hpml_compiler.runtime.placements.unsharded_params import UnshardedInputs
@@ -47,6 +48,8 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
     function = without_second_derivatives(with_undefined_gradients(gm, given)(function))
     borrowed = {k for k, x in enumerate(given) if owner_of(x) is not None} - takes.gathered - takes.own_here
     installed = shard_module(takes.placements, gm, given, devices, takes.gathered, takes.written, holding, borrowed)
+    if takes.training and takes.decision.placements is not None:
+        train_apart(devices, takes.decision.placements.axes, options.outer_optimizer)
     outputs = OutputWrapper(name, devices, takes.sharded_outputs, for_calls_on_outputs(options))
 
     def parts(args: Sequence[Any]) -> list[Any]:
@@ -86,7 +89,7 @@ def for_calls_on_outputs(options: Options) -> str:
     if not options.shards_outputs or options.stage_ranks > 1:
         return ""
     apply = {"compiler", "mesh", "mesh_order", "compile_blocks", "solver", "solver_options", "time_limit", "gap", "cluster",
-             "costs", "objective", "power_cap", "monitor"}
+             "costs", "objective", "power_cap", "monitor", "local_steps", "outer_optimizer"}
     return json.dumps(options.model_dump(mode="json", include=apply, exclude_defaults=True), sort_keys=True)
 
 

@@ -21,8 +21,10 @@ from passes.errors import BadInput, Infeasible
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.placement_graph import PlacementGraph
 from passes.hardware.cluster import Cluster
+from passes.hardware.gradient_compression import steps_apart
 from passes.json_records import FrozenMap
 from passes.presets import deciding
+from passes.replicas.replica_gradients import check_replicas
 from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
 from passes.sharding.search.mesh_search import SearchConfig, SearchTables
 from passes.sharding.search.placement_passes import SEARCH_RESULT
@@ -72,7 +74,7 @@ def plan_graph(
         solver=solver_options(options), zero=zero_of(options, _holds(given or options.load_plan())),
         rows=rows, weights=options.row_weights, shorter=shorter, further=further, lifetimes=lifetimes,
         resident_states=options.resident_states, memos=memos, allowance=allowance or WorkLimit(options.time_limit),
-        compression=FrozenMap(options.compress),
+        compression=options.axis_compression,
         local_ranks=None if options.cluster is not None or not dist.is_initialized() else measured_costs.local_ranks(),
     )
 
@@ -116,8 +118,12 @@ def _result(annotated: AnalyzedGraph, conditions: SearchConfig, name: str) -> Pl
     answer = read(SEARCH_RESULT, annotated.gm)
     if conditions.compression and annotated.interface.training and not any(
             axis.compression for axis in answer.placed.decision.axes):
-        log.warning("%s: gradients are not compressed: no axis of the mesh %s crosses nodes; name an axis, as in "
-                    'options={"compress": {"dp": "bf16"}}', name, answer.mesh)
+        what, example = ("replicas do not train apart", '{"local_steps": {"dp": 8}}') if any(
+            map(steps_apart, conditions.compression.values())) else (
+            "gradients are not compressed", '{"compress": {"dp": "bf16"}}')
+        log.warning("%s: %s: no axis of the mesh %s crosses nodes; name an axis, as in options=%s", name, what, answer.mesh,
+                    example)
+    check_replicas(annotated.graph, answer.placed.decision)
     drop(SEARCH_RESULT, annotated.gm)  # the problem in it is large, and not needed any more
     record = graph_plan(
         annotated, answer.mesh, answer.placed, name=name, seconds={**annotated.seconds, "solve": answer.seconds},

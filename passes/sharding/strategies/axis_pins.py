@@ -10,7 +10,9 @@ from __future__ import annotations
 from passes.graph.layouts import legal
 from passes.graph.placement_graph import Operation, PlacementGraph
 from passes.hardware.axis import Axis
+from passes.hardware.gradient_compression import steps_apart
 from passes.op_rules.base import Strategy
+from passes.replicas.replica_axis_rule import replica_axis_rule
 from passes.sharding.strategies.mesh_strategies import AxisRule, any_strategy
 
 FORCED = ("matmul", "attention", "convolution")
@@ -18,6 +20,8 @@ FORCED = ("matmul", "attention", "convolution")
 
 def axis_rule(axis: Axis, graph: PlacementGraph) -> AxisRule:
     """The strategies of an operation that an axis allows."""
+    if steps_apart(axis.compression):
+        return replica_axis_rule(axis, graph)
     if axis.name not in ("dp", "tp"):
         return any_strategy
     wanted = axis.name == "dp"

@@ -16,6 +16,7 @@ from typing import Literal
 from passes.graph.layouts import Layout, legal
 from passes.graph.placement_graph import Value
 from passes.hardware.axis import Axes, Axis
+from passes.hardware.gradient_compression import steps_apart
 from passes.op_rules.base import REPLICATE
 
 Level = Literal[0, 2, 3]
@@ -30,7 +31,7 @@ class ZeroRules:
 
     def storage(self, value: Value, trained: bool, axes: Axes) -> list[Layout]:
         """Layouts that a parameter may be stored in."""
-        per_axis = [[REPLICATE, *_splits(value, axis)] for axis in axes]
+        per_axis = [[REPLICATE, *([] if steps_apart(axis.compression) else _splits(value, axis))] for axis in axes]
         layouts = [p for p in itertools.product(*per_axis) if _one_factor_a_dim(p) and legal(value, p, axes)]
         level = 0 if self.level == 2 and not trained else self.level  # sharding a frozen parameter saves nothing here
         if level == 0:

@@ -24,7 +24,7 @@ from passes.graph.layouts import Layout, is_unequal, local_shape
 from passes.graph.placement_graph import Value
 from passes.graph.shard_offset import ShardOffset
 from passes.hardware.axis import Axes, AxisKind, time_axis
-from passes.hardware.gradient_compression import sent_share
+from passes.hardware.gradient_compression import sent_share, steps_apart
 from passes.json_records import FrozenMap
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE
 from passes.op_rules.local_call import reshape
@@ -58,8 +58,9 @@ class MeshGroups:
         return MeshGroups((*self.axes, time_axis(microbatches)), (*self.coordinates, 0), (*self.names, ""))
 
     def with_rows(self, axes: Axes) -> MeshGroups:
-        """The same with the rows by coordinate of axes of a decision."""
-        return replace(self, axes=tuple(replace(own, rows=axis.rows) for own, axis in zip(self.axes, axes, strict=True)))
+        """The same with the rows by coordinate of axes of a decision, and with what is sent along them."""
+        return replace(self, axes=tuple(replace(own, rows=axis.rows, compression=axis.compression)
+                                        for own, axis in zip(self.axes, axes, strict=True)))
 
     def local_shape(self, value: Value, layout: Layout) -> tuple[int, ...]:
         """Shape of this rank's shard."""
@@ -105,12 +106,15 @@ class Redistributor:
         self.groups, self.at_run_time, self.compression = groups, at_run_time, ("", "")
 
     def hop(self, insert: CallInserter, x: Node, value: Value, source: Layout, target: Layout,
-            compression: tuple[str, str] = ("", "")) -> Node:
+            compression: tuple[str, str] = ("", ""), own: bool = False) -> Node:
         """`x` is a local tensor of `value` in layout `source`; exactly one axis differs from `target`. compression:
-        of the reduction of a gradient, and the graph's input that it is of."""
+        of the reduction of a gradient, and the graph's input that it is of. own: along an axis of replicas, a partial sum
+        becomes this rank's part, times the number of replicas."""
         self.compression = compression
         (axis,) = [a for a, (p, q) in enumerate(zip(source, target)) if p != q]
         p, q = source[axis], target[axis]
+        if own and p == PARTIAL and q == REPLICATE and steps_apart(self.groups.axes[axis].compression):
+            return insert(aten.mul.Tensor, x, self.groups.axes[axis].size)
         if self.groups.axes[axis].kind is AxisKind.TIME:
             return self._in_time(insert, x, value, source, target, axis)
         if p == REPLICATE:

@@ -7,9 +7,10 @@ import torch
 from torch.fx import Node
 
 from passes.graph.fx_nodes import BY_COORDINATE
-from passes.graph.layouts import Layout
+from passes.graph.layouts import Layout, is_unequal
 from passes.graph.placement_graph import Value
 from passes.graph.shard_offset import ShardOffset
+from passes.hardware.axis import AxisKind
 from passes.op_rules.local_call import Insert
 from passes.transforms.shard.rank_coordinate import begin_of
 from passes.transforms.shard.redistributor import MeshGroups
@@ -33,7 +34,23 @@ class ShardRange(NamedTuple):
         return begin_of(insert, self.begins, device)
 
 
-def unequal_range(value: Value, layout: Layout, dim: int, groups: MeshGroups) -> ShardRange:
+def range_of(value: Value, layout: Layout, dim: int, groups: MeshGroups) -> ShardRange | None:
+    """This rank's range of a dim; None where the dim is not split."""
+    if any(is_unequal(value, p, axis) and isinstance(p, tuple) and p[0] == dim for p, axis in zip(layout, groups.axes)):
+        return _unequal_range(value, layout, dim, groups)
+    parts, strides = 1, []
+    for p, axis, name in reversed([*zip(layout, groups.axes, groups.names, strict=True)]):
+        if isinstance(p, tuple) and p[0] == dim:
+            if axis.kind is not AxisKind.TIME:  # along which every rank starts at 0
+                strides.append((name, parts))
+            parts *= axis.size
+    if parts == 1:
+        return None
+    offset = ShardOffset(value.spec.shape[dim] // parts, tuple(reversed(strides)))
+    return ShardRange(offset.at(groups.coordinate_of), offset.count, offset)
+
+
+def _unequal_range(value: Value, layout: Layout, dim: int, groups: MeshGroups) -> ShardRange:
     """This rank's range of a dim whose shards have different sizes."""
     start, size = 0, value.spec.shape[dim]
     for p, axis, mine in zip(layout, groups.axes, groups.coordinates):

@@ -23,24 +23,23 @@ from passes.base import TransformPass
 from passes.compat import fake_mode_of, graph_module, pytree, without_modes
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE
-from passes.graph.layouts import Layout, is_unequal
-from passes.graph.placement_graph import PlacementGraph
+from passes.graph.layouts import Layout
+from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.graph.planning_keys import DECISION, GRAPH_SIGNATURE, OPERATIONS
-from passes.graph.shard_offset import ShardOffset
 from passes.graph.step_phase import FORWARD
 from passes.graph.user_checkpointing import REGION
-from passes.hardware.axis import AxisKind
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Rule
 from passes.op_rules.call_rules import operand_nodes
 from passes.op_rules.local_call import LocalCall
 from passes.op_rules.opaque_calls import is_opaque, leaves_of, port_of
 from passes.registry import register
+from passes.replicas.replica_gradients import ReplicaGradients, check_replicas
 from passes.transforms.rewriting.call_appender import CallAppender
 from passes.transforms.rewriting.fake_results import FakeResults
 from passes.transforms.shard.localization import localize, ordered_ranges, shifted_ranges
 from passes.transforms.shard.output_strides import with_traced_strides
 from passes.transforms.shard.redistributor import MeshGroups, Redistributor
-from passes.transforms.shard.shard_range import ShardRange, unequal_range
+from passes.transforms.shard.shard_range import ShardRange, range_of
 
 
 class Sharder:
@@ -52,7 +51,9 @@ class Sharder:
         self.new = Graph()
         self.env: dict[Node, Node] = {}
         self.made: dict[int, tuple[Node, Layout]] = {}
-        """Value -> (local node, layout of its producer)."""
+        """Value -> (local node, layout of its producer). own: what gradients of replicas read in its place."""
+        self.own, self.replicas = dict[int, tuple[Node, Layout]](), ReplicaGradients(graph, decision)
+        check_replicas(graph, decision)
         self.moved: dict[tuple, Node] = {}
         self.by_name = {op.name: op for op in graph.operations}
         self.returned: dict[int, list[Route]] = {}
@@ -103,7 +104,7 @@ class Sharder:
     def _opaque(self, node: Node) -> None:
         """The call as traced, on whole operands."""
         op = self.by_name[node.name]
-        whole = {x: self._arrive(self.decision.routes[op.index, k], node) for k, x in enumerate(operand_nodes(node))}
+        whole = {x: self._arrive(self.decision.routes[op.index, k], node, op.index) for k, x in enumerate(operand_nodes(node))}
         new = self.new.node_copy(node, lambda x: whole[x] if x in whole else self.env[x])
         new.meta = dict(node.meta)
         if node.meta.get("partitioner_tag") != "is_backward" and any(
@@ -139,10 +140,10 @@ class Sharder:
             new.meta.pop("tensor_meta", None)
         self.made[index] = (new, layout)
 
-    def _arrive(self, route: Route, reader: Node) -> Node:
-        node, layout = self.made[route.value]
-        value = self.graph.values[route.value]
-        key: tuple = (route.value,)
+    def _arrive(self, route: Route, reader: Node, operation: int | None = None) -> Node:
+        value, own = self.graph.values[route.value], self.replicas.are_own(route, operation)
+        node, layout = self.own.get(route.value, self.made[route.value]) if own else self.made[route.value]
+        key: tuple = (route.value, own)
         for hop in route.hops:
             key = (*key, hop)
             if key not in self.moved:
@@ -153,7 +154,7 @@ class Sharder:
                 insert.marked = _marked(node, reader, layout, hop)
                 (axis,) = [a for a, p, q in zip(self.decision.axes, layout, hop.layout) if p != q]
                 compression = (axis.compression, self.gradients[route]) if route in self.gradients else ("", "")
-                self.moved[key] = self.redistributor.hop(insert, node, value, layout, hop.layout, compression)
+                self.moved[key] = self.redistributor.hop(insert, node, value, layout, hop.layout, compression, own)
             node, layout = self.moved[key], hop.layout
         return node
 
@@ -174,7 +175,7 @@ class Sharder:
         rule = self.rules[op.index]
         layouts = self.decision.operations[op.index]
         arrived = iter([
-            self._arrive(self.decision.routes[op.index, k], node) for k in range(len(op.inputs))
+            self._arrive(self.decision.routes[op.index, k], node, op.index) for k in range(len(op.inputs))
         ])
         operands = set(operand_nodes(node))
 
@@ -206,33 +207,27 @@ class Sharder:
             part = new
             for position in paths[value.port]:
                 part = insert(operator.getitem, part, position)
-            layout = made
-            for axis in range(len(made)):
-                if layout[axis] != after[axis]:
-                    following = (*layout[:axis], after[axis], *layout[axis + 1 :])
-                    part = self.redistributor.hop(insert, part, value, layout, following)
-                    layout = following
-            self.made[value.index] = (part, layout)
+            whole, own = self.replicas.made_for(value)
+            if own and made != after:
+                self.own[value.index] = self._reduced(insert, part, value, made, after, own)
+            self.made[value.index] = self._reduced(insert, part, value, made, after) if whole else self.own.get(
+                value.index, (part, made))
             # Not at the end of the graph: nodes before the last forward output count as forward.
             for route in self.returned.get(value.index, ()):
                 self._give(route, node)
 
-    def _range(self, op, layouts: OperationLayouts, is_input: bool, tensor: int, dim: int) -> ShardRange | None:
-        """This rank's range of a split dim."""
+    def _reduced(self, insert: CallAppender, part: Node, value: Value, layout: Layout, after: Layout, own: bool = False,
+                 ) -> tuple[Node, Layout]:
+        for axis in range(len(layout)):
+            if layout[axis] != after[axis]:
+                following = (*layout[:axis], after[axis], *layout[axis + 1 :])
+                part = self.redistributor.hop(insert, part, value, layout, following, own=own)
+                layout = following
+        return part, layout
+
+    def _range(self, op: Operation, layouts: OperationLayouts, is_input: bool, tensor: int, dim: int) -> ShardRange | None:
         value = self.graph.values[(op.inputs if is_input else op.outputs)[tensor]]
-        layout = (layouts.inputs if is_input else layouts.made)[tensor]
-        if any(is_unequal(value, p, axis) and p[0] == dim for p, axis in zip(layout, self.groups.axes)):
-            return unequal_range(value, layout, dim, self.groups)
-        parts, strides = 1, []
-        for p, axis, name in reversed([*zip(layout, self.groups.axes, self.groups.names, strict=True)]):
-            if isinstance(p, tuple) and p[0] == dim:
-                if axis.kind is not AxisKind.TIME:  # along which every rank starts at 0
-                    strides.append((name, parts))
-                parts *= axis.size
-        if parts == 1:
-            return None
-        offset = ShardOffset(value.spec.shape[dim] // parts, tuple(reversed(strides)))
-        return ShardRange(offset.at(self.groups.coordinate_of), offset.count, offset)
+        return range_of(value, (layouts.inputs if is_input else layouts.made)[tensor], dim, self.groups)
 
     def _check(self, node, op, values, layouts, new) -> None:
         made = [part for _, part in leaves_of(new.meta["val"])]

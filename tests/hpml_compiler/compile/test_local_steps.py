@@ -1,0 +1,158 @@
+"""Replicas that train apart -> a plain loop of LocalSGD and DiLoCo on one device, with one model for each replica."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import hpml_compiler
+from hpml_compiler.instruments.sent_bytes import SentBytes
+from tests.helpers.frozen import fresh
+
+ROWS, WIDTH, STEPS, APART = 8, 8, 5, 2
+OPTIONS: dict[str, Any] = {"compiler": "eager", "mesh": {"dp": 2}, "local_steps": {"dp": APART}, "monitor": False}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(12, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        logits = self.head(x)
+        return logits if labels is None else loss_of(logits, labels)
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.randint(0, 12, (2, ROWS, 3), generator=torch.Generator().manual_seed(step))
+    return drawn[0], drawn[1]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def simulated(outer: str, clip: bool, replicas: int = 2) -> list[torch.Tensor]:
+    """Losses of each step over all rows, and the parameters after it on replica 0."""
+    models = [Net() for _ in range(replicas)]
+    optimizers = [optimizer_of(model) for model in models]
+    before = copy.deepcopy(models[0])
+    lr, momentum = {"average": (1.0, 0.0), "nesterov": (0.7, 0.9), "nesterov:0.5:0.25": (0.5, 0.25)}[outer]
+    outer_step = torch.optim.SGD(before.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0)
+    seen: list[torch.Tensor] = []
+    for step in range(STEPS):
+        tokens, labels = batch(step)
+        losses = []
+        for k, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            own = slice(k * ROWS // replicas, (k + 1) * ROWS // replicas)
+            optimizer.zero_grad()
+            loss = model(tokens[own], labels[own])
+            loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            losses.append(loss.detach())
+        if (step + 1) % APART == 0:
+            for p, *parts in zip(before.parameters(), *(model.parameters() for model in models), strict=True):
+                p.grad = p.detach() - torch.stack([part.detach() for part in parts]).mean(0)
+            outer_step.step()
+            for model in models:
+                model.load_state_dict(before.state_dict())
+        seen += [torch.stack(losses).mean(), *(p.detach().clone() for p in models[0].parameters())]
+    return seen
+
+
+def trained(options: dict[str, Any], outside: bool, clip: bool) -> list[torch.Tensor]:
+    fresh()
+    model = Net()
+    optimizer = optimizer_of(model)
+    call, seen = torch.compile(model, backend="hpml", options=OPTIONS | options), []
+    for step in range(STEPS):
+        tokens, labels = batch(step)
+        optimizer.zero_grad()
+        loss = loss_of(call(tokens), labels) if outside else call(tokens, labels)
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        seen += [loss.detach(), *(local(p) for p in model.parameters())]
+    return [(x.full_tensor() if isinstance(x, DTensor) else x).clone() for x in seen]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "average": {},
+    "average, loss outside, clipped": {},
+    "nesterov": {"outer_optimizer": "nesterov"},
+    "nesterov, inductor": {"outer_optimizer": "nesterov:0.5:0.25", "compiler": "inductor"},
+    "microbatches": {"microbatches": 2},
+    "budget, clipped": {"memory_budget": "64MiB"},
+}
+
+
+def on_ranks(rank: int, names: list[str]) -> dict[str, float]:
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for name in names:
+        clip = "clipped" in name
+        expected = simulated({**{"outer_optimizer": "average"}, **CASES[name]}["outer_optimizer"], clip)
+        seen = trained(CASES[name], "outside" in name, clip)
+        each = len(expected) // STEPS
+        # between averages, rank 1 has parameters of its own
+        compared = [k for k in range(len(expected)) if rank == 0 or k % each == 0 or (k // each + 1) % APART == 0]
+        found[name] = max(float((seen[k] - expected[k]).abs().max()) for k in compared)
+    return found
+
+
+def resumed(rank: int, folder: str) -> tuple[list[float], list[float], int]:
+    """Losses and parameters after step 3 of 7 of one run, and of another that resumes from its checkpoint of that step, in the
+    middle between two averages; and the bytes that gradients send."""
+    torch.set_default_dtype(torch.float64)
+    runs, sent = [], SentBytes()
+    for stops in (False, True):
+        fresh()
+        model = Net()
+        optimizer = optimizer_of(model)
+        call = torch.compile(model, backend="hpml", options=OPTIONS | {"outer_optimizer": "nesterov"})
+        checkpointer = hpml_compiler.Checkpointer(folder, model, optimizer, background=False)
+        first, seen = checkpointer.resume() if stops else 0, []
+        for step in range(first, 7):
+            optimizer.zero_grad()
+            loss = call(*batch(step))
+            with sent:
+                loss.backward()
+            optimizer.step()
+            seen += [float(loss.detach()), *(float(local(p).norm()) for p in model.parameters())] if step >= 3 else []
+            if step == 2:
+                checkpointer.save(2)
+        checkpointer.close()
+        runs.append(seen)
+    return runs[0], runs[1], sent.total
+
+
+def test_a_checkpoint_has_what_replicas_have_of_their_own(launch, tmp_path):
+    for whole, again, sent in launch(resumed, args=(str(tmp_path / "run"),)):
+        assert len(whole) == len(again) > 4
+        assert max(abs(a - b) for a, b in zip(whole, again, strict=True)) < 1e-12
+        assert sent == 0
+
+
+def test_replicas_train_as_plain_ones(launch):
+    for found in launch(on_ranks, args=([*CASES],)):
+        assert {name: apart for name, apart in found.items() if not apart < 1e-12} == {}
