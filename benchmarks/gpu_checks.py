@@ -426,7 +426,7 @@ def main() -> None:
     parser.add_argument("check", choices=checks())
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--models", default=str(HERE / "small_models.py"))
-    parser.add_argument("--name", default="", help="of the model, for the check `model`")
+    parser.add_argument("--name", default="", help="of the model, for the checks `model` and `budget`; of cases, for `heads`")
     args = parser.parse_args()
     faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)  # where a check was when its time was over
     sys.path.insert(0, str(HERE.parent))
