@@ -13,7 +13,9 @@ _Worse = tuple[float, float]
 def equal_cut(times: Sequence[float], crossing: Sequence[float], stages: int) -> list[int] | None:
     """Index of the first unit after each stage: increasing, the last is `len(times)`.
 
-    The slowest stage takes the least possible time or up to `SLACK` more, and of all such cuts the least bytes cross.
+    The slowest stage takes the least possible time or up to `SLACK` more, and of all such cuts the least bytes cross. Of these,
+    the slowest stage is as fast as it can be, and then all are as even as they can be: where a rank has several, or others
+    wait for the first ones, it matters how many are slow.
     crossing: for each unit but the last, the bytes that cross after it. Every stage has a positive time; None if that is
     impossible.
     """
@@ -33,7 +35,12 @@ def equal_cut(times: Sequence[float], crossing: Sequence[float], stages: int) ->
         (cost[0] + (crossing[start - 1] if start else 0.0), max(cost[1], took(start, stop)))
         if 0 < took(start, stop) <= most else None))
     assert cheapest is not None, "the fastest cut is fast enough"
-    return cheapest[1]
+    most = cheapest[0][1]
+    even = _best(len(times), stages, lambda cost, start, stop: (
+        (cost[0] + (crossing[start - 1] if start else 0.0), cost[1] + took(start, stop) ** 2)
+        if 0 < took(start, stop) <= most else None))
+    assert even is not None, "the cheapest cut is one of these"
+    return even[1]
 
 
 def _best(units: int, stages: int, extended: Callable[[_Worse, int, int], _Worse | None],

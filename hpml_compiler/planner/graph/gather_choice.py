@@ -279,9 +279,10 @@ def _us(legs: Iterable[Transfer], graph: StepGraph) -> float:
 
 
 def _accumulated(graph: StepGraph, legs: Sequence[Transfer]) -> float:
-    """Bytes that gradients take more when they are accumulated unsharded."""
+    """Bytes that gradients take more when they are accumulated unsharded; 0 where they are stored in a larger layout than
+    that in which they are computed, such as those of norms, whose rows tensor ranks split."""
     owners = [graph.by_name[storage_of(leg.value, graph.by_name)] for leg in legs]
-    return sum((owner.bytes - leg.result_bytes) * leg.multiplicity for owner, leg in zip(owners, legs))
+    return max(sum((owner.bytes - leg.result_bytes) * leg.multiplicity for owner, leg in zip(owners, legs)), 0.0)
 
 
 def _is_far_below(record: GraphPlan, groups: Iterable[ParameterGroup], limit: float) -> bool:

@@ -10,33 +10,27 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
-from hpml_compiler.planner.graph.graph_planning import plan_graph
-from hpml_compiler.planner.joint.joint_candidate import KEPT_OF_ALL, JointCandidate, LeastWork, StageCost
-from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, OpenDecisions
+from hpml_compiler.planner.joint.joint_candidate import KEPT_OF_ALL, JointCandidate, StageCost
+from hpml_compiler.planner.joint.mesh_costs import MeshCosts
+from hpml_compiler.planner.joint.open_decisions import OpenDecisions
 from hpml_compiler.planner.joint.search_refusal import SearchRefusal
 from hpml_compiler.planner.offline_planner import plan_candidate
-from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
 from hpml_compiler.plans.schema import MeshAttempt
-from hpml_compiler.simulate.plan_prices import PlannedPrices
-from hpml_compiler.simulate.plan_step_graph import step_graph
 from hpml_compiler.simulate.simulator import simulate
 from hpml_compiler.visualize.formatting import format_bytes, format_us
 from passes.checkpointing.layers.layer_boundary import LayersDiffer
 from passes.errors import BadInput, Infeasible
 from passes.graph.analyzed_graph import AnalyzedGraph
-from passes.graph.step_phase import FORWARD
 from passes.hardware.cluster import Cluster
 from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
-from passes.sharding.oracle.memory_model import MemoryModel
 from passes.simulation.rank_lanes import CONTENTION
-from passes.simulation.step_graph import StepGraph
 from passes.solver.work_limit import WorkLimit
 
 log = logging.getLogger("hpml")
@@ -48,11 +42,6 @@ MOST_PLANNED = 4
 """Configurations that are planned after the first one that fits."""
 AGAIN, MOST_AGAIN = 2.0, 3
 """Multiple of the work limit for configurations that were refused when their part of it was over, and their number."""
-LATER = 0.25
-"""Part of the work limit for placements of the whole batch on one mesh."""
-ALL_MESHES = 5.0
-"""Multiple of the work limit for placements of the whole batch, over all meshes, whose work is counted far too high: 28 meshes
-of GPT-3 175B take 14 s of CPU time."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +69,7 @@ class JointSearch:
     rejected: list[MeshAttempt] = field(default_factory=list)
     skipped: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict)
     """Places in `rejected` of configurations that were not planned, by mesh."""
-    of_meshes: WorkLimit = field(init=False)
-    """Work limit of placements of the whole batch, over all meshes."""
+    of_meshes: MeshCosts = field(init=False)
     cut_short: list[tuple[JointCandidate, str]] = field(default_factory=list)
     """Configurations that were refused when their part of the work limit was over, with the reason."""
     unplanned: int = 0
@@ -90,7 +78,7 @@ class JointSearch:
     """Bounds of all configurations that were considered."""
 
     def __post_init__(self) -> None:
-        self.of_meshes = WorkLimit(ALL_MESHES * self.allowance.seconds)
+        self.of_meshes = MeshCosts(self.traces, self.annotated, self.folded, self.cluster, self.allowance.seconds)
 
     @property
     def cluster(self) -> Cluster:
@@ -196,65 +184,21 @@ class JointSearch:
         self.rejected[known] = first.model_copy(update={"bound": bound})
 
     def _candidates(self) -> Iterator[JointCandidate]:
-        """All configurations. Where the time for placements is over, costs on stages follow from those of a mesh with the same
-        tensor axis on all devices."""
         decisions, limit = self.decisions, memory_limit(self.traces.options, self.cluster)
-        costs, of_tensor = list[tuple[int, StageCost]](), dict[int, StageCost]()
-        for stages in decisions.stage_counts(None if self.folded is None else self.folded.layers * len(self.folded.lists)):
-            for mesh in decisions.stage_meshes(stages):
-                known = of_tensor.get(mesh.get(TENSOR_AXIS, 1))
-                late = known is not None and self.of_meshes.is_over
-                cost = known.on(mesh) if known is not None and late else self._cost(stages, mesh)
-                if cost is not None:
-                    of_tensor.setdefault(cost.tensor, cost)
-                    costs.append((stages, cost))
-        least = self._least(costs)
+        costs, contention = self.costs(), CONTENTION[self.cluster.device.kind]
+        least = self.of_meshes.least(costs)
         for stages, cost in costs:
-            yield from self._on_stages(stages, cost, limit, least)
+            for count in decisions.microbatch_counts(cost.mesh):
+                if stages == 1 or count >= stages:
+                    for schedule in decisions.schedules(stages, count):
+                        yield JointCandidate(stages, cost, count, limit, schedule, least, contention)
 
-    def _least(self, costs: list[tuple[int, StageCost]]) -> LeastWork:
-        """The least over all meshes."""
-        folded = self.folded
-        each = [(cost.compute_us / stages, cost.layers_us / stages, cost.forward_share) for stages, cost in costs]
-        us, layers_us, share = (min(column) for column in zip(*each)) if each else (0.0, 0.0, 0.0)
-        return LeastWork(us, layers_us, share, 0 if folded is None or len(folded.lists) > 1 else folded.layers)
-
-    def _on_stages(self, stages: int, cost: StageCost, limit: float, least: LeastWork) -> Iterator[JointCandidate]:
-        for count in self.decisions.microbatch_counts(cost.mesh):
-            if stages == 1 or count >= stages:
-                for schedule in self.decisions.schedules(stages, count):
-                    yield JointCandidate(stages, cost, count, limit, schedule, least, CONTENTION[self.cluster.device.kind])
-
-    def _cost(self, stages: int, mesh: dict[str, int]) -> StageCost | None:
-        """Placements of the whole batch on the ranks of a stage; None where their parameters alone do not fit, or where a few
-        layers do not represent the model. Unsharded parameters may stay in memory, as under a memory budget."""
-        options, folded = self.traces.options, self.folded
-        cluster, budget = cluster_of_stage(self.cluster, stages), stages * memory_limit(options, self.cluster)
-        own = options.model_copy(update={"mesh": mesh or None, "memory_budget": budget, "microbatches": 1, "recompute": {},
-                                         "schedule": "auto", "virtual_stages": 1})
-        part = self.of_meshes.part(LATER * self.allowance.seconds)
-        try:
-            planned = plan_graph(self.annotated, own, cluster, lifetimes=MemoryModel(0.0), allowance=part, budget_bytes=budget,
-                                 shorter=None if folded is None else folded.shorter,
-                                 further=0 if folded is None else folded.further)
-        except Infeasible as error:
-            self.least = self.least or error
-            return None
-        except DepthsDiffer:
-            return None
-        record, trained = planned.record, sum(self.traces.trained.values())
-        largest = max((nbytes for each in record.operations.values() for nbytes in each.result_bytes), default=0)
-        step = step_graph(record, PlannedPrices(record))
-        layers_us, forward_us = _layers_us(step, () if folded is None else folded.lists)
-        return StageCost(
-            mesh, record.predicted.step_time_us, record.solver.bound or 0.0,
-            (2 + options.resident_states) * trained / cluster.world_size, float(record.memory.activations), float(largest),
-            self._output_bytes() / math.prod(mesh.values()), _parameter_us(step, record.parameters),
-            record.predicted.compute_us, trained, layers_us, forward_us / layers_us if layers_us else 0.0)
-
-    def _output_bytes(self) -> float:
-        graph = self.annotated.graph
-        return float(sum(graph.values[graph.outputs[each.number][0]].bytes for each in self.annotated.interface.unread))
+    def costs(self) -> list[tuple[int, StageCost]]:
+        """Numbers of stages with meshes of a stage, and what the whole batch costs on these."""
+        stage_counts = self.decisions.stage_counts(None if self.folded is None else self.folded.layers * len(self.folded.lists))
+        found = self.of_meshes.all((stages, mesh) for stages in stage_counts for mesh in self.decisions.stage_meshes(stages))
+        self.least = self.least or self.of_meshes.refusal
+        return found
 
     def _reported(self, best: FoundPlan) -> Plan:
         """The plan with the bound over all configurations that were considered."""
@@ -281,14 +225,3 @@ class JointSearch:
             known, memory_limit(options, self.cluster), self.cluster.world_size, (2 + options.resident_states) * trained,
             len(self.rejected), self.unplanned, min(bounds, default=0.0),
             self.decisions.mixed if self.decisions.microbatches_are_open else ()).error()
-
-
-def _parameter_us(step: StepGraph, parameters: Collection[str]) -> float:
-    """Time of communication of parameters and their gradients."""
-    return sum(leg.multiplicity * hop.us for leg in step.legs if leg.gradient or leg.value in parameters for hop in leg.hops)
-
-
-def _layers_us(step: StepGraph, lists: Sequence[str]) -> tuple[float, float]:
-    """Computation of all repeated layers, and of their forward."""
-    calls = [call for call in step.calls if any(call.block.startswith(f"{path}.") for path in lists)]
-    return sum(call.runs * call.us for call in calls), sum(call.runs * call.us for call in calls if call.phase == FORWARD)

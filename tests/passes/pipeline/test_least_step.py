@@ -33,7 +33,7 @@ def stages_of(draw, split: bool):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_no_played_pipeline_takes_less(schedule, data):
     waited, drawn = data.draw(stages_of(schedule == "zero_bubble"))

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 import hpml_compiler
 from hpml_compiler.options import Options
 from hpml_compiler.planner.joint.joint_candidate import JointCandidate, LeastWork, StageCost
-from hpml_compiler.planner.joint.open_decisions import OPEN_SCHEDULES, OpenDecisions
+from hpml_compiler.planner.joint.open_decisions import OPEN_SCHEDULES, OpenDecisions, OpenSchedule
 from hpml_compiler.simulate.simulator import simulate
 from passes.errors import Infeasible
 from passes.hardware.cluster import Cluster
@@ -157,3 +159,20 @@ def test_no_cut_of_a_played_schedule_takes_less_than_the_bound(stages, microbatc
                      for us in (parts if schedule.virtual_stages == 1 else [us / 2 for us in parts * 2])]
             bound_us = JointCandidate(stages, cost, microbatches, 0.0, schedule, LeastWork(floor_us)).bound_us
             assert bound_us <= simulate_pipeline(table, times).step_us * (1 + 1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_no_played_pipeline_that_goes_back_and_forth_takes_less(data):
+    """zbv: the first and the last stage are on one rank, so that only the work of a rank is a bound."""
+    ranks = data.draw(st.integers(2, 4))
+    count = data.draw(st.sampled_from([2 * ranks, 3 * ranks]))
+    sizes = st.one_of(st.just(1e-3), st.floats(0.1, 5.0))
+    work = [data.draw(sizes) for _ in range(2 * ranks)]
+    share, split = data.draw(st.floats(0.1, 0.9)), data.draw(st.floats(0.0, 1.0))
+    timed = [TimedStage(share * us, (1 - share) * us, data.draw(st.sampled_from([0.0, 0.3])),
+                        weight_us=split * (1 - share) * us) for us in work]
+    played = simulate_pipeline(make_schedule("zbv", ranks, count, 2), timed).step_us
+    candidate = JointCandidate(ranks, StageCost({}, 0.0, count * sum(work), 0.0, 0.0, 0.0, 0.0), count, 0.0,
+                               OpenSchedule("zbv", 2, 0.2), LeastWork(count * sum(work) / ranks))
+    assert count * sum(work) / ranks <= candidate.bound_us * (1 + 1e-9) and candidate.bound_us <= played * (1 + 1e-9)
