@@ -143,15 +143,18 @@ def _check_rows(rows: Mapping[str, tuple[int, ...]] | str, others: Mapping[str, 
     if isinstance(rows, str):
         return
     mesh = others.get("mesh") or {}
+    if mesh.get("pp", 1) > 1 and (others.get("memory_budget") is not None or others.get("recompute")):
+        raise ValueError("pipeline stages choose what they save for equal numbers of rows: leave rows, or memory_budget and "
+                         "recompute, out")
     for axis, counts in rows.items():
         if mesh.get(axis) != len(counts):
             raise ValueError(f"it has {len(counts)} numbers of rows for the axis {axis!r}, but the mesh is "
                              f'{mesh or "not set"}: pin the axis, as in "mesh": {{{axis!r}: {len(counts)}}}')
-        if axis == "tp":
-            raise ValueError("the axis 'tp' does not split the batch: give the rows along dp")
-    if mesh.get("pp", 1) > 1 or others.get("microbatches", 1) > 1:
-        raise ValueError("pipeline stages and microbatches need equal numbers of rows on all ranks: leave rows out, or use a "
-                         "mesh without pp, and 1 microbatch")
+        if axis in ("tp", "pp"):
+            raise ValueError(f"the axis {axis!r} does not split the batch: give the rows along dp")
+        if any(count % others.get("microbatches", 1) for count in counts):
+            raise ValueError(f"the rows {list(counts)} of axis {axis!r} do not divide into {others['microbatches']} "
+                             "microbatches: give multiples of that")
 
 
 CHECKS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
@@ -190,8 +193,8 @@ def mesh_and_rows(plan: MixedPlan, world_size: int) -> dict[str, Any]:
         raise BadInput(f"the plan is for {plan.world_size} ranks, but there are {world_size}", where,
                        "start as many ranks as the groups have devices, group by group")
     if inner.get("pp", 1) > 1 or plan.options.get("microbatches", 1) != 1:
-        raise BadInput("the plan has pipeline stages or microbatches, which need equal numbers of rows on all ranks", where,
-                       "plan without pp and microbatches")
+        raise BadInput("the plan has pipeline stages or microbatches, which groups of unlike devices choose each for itself",
+                       where, "plan without pp and microbatches")
     for group in plan.groups:
         ranks = group.devices // math.prod(inner.values())
         if group.rows < ranks:

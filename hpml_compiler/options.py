@@ -197,7 +197,7 @@ class Options(BaseModel):
     @property
     def row_weights(self) -> FrozenMap[str, tuple[int, ...]] | None:
         """Proportions of the ranks' numbers of rows by axis, equal by default; None where only equal numbers are possible."""
-        if self.rows == "whole" or self.microbatches > 1 or self.stage_ranks > 1:
+        if self.rows == "whole" or self.stage_ranks > 1 and self.chooses_saved:
             return None
         return FrozenMap({} if isinstance(self.rows, str) else self.rows)
 

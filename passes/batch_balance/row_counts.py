@@ -22,16 +22,18 @@ def apportioned(rows: int, weights: Sequence[int]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def with_rows(axes: Axes, rows: int, weights: Mapping[str, Sequence[int]]) -> Axes:
+def with_rows(axes: Axes, rows: int, weights: Mapping[str, Sequence[int]], microbatches: int = 1) -> Axes:
     """The axes, with the rows by coordinate where these are unequal. weights: of an axis, 1 for each coordinate by default.
+    microbatches: that the rows of every coordinate divide into.
 
-    An axis with more coordinates than rows has none: then the batch is not split along it.
+    An axis with more coordinates than rows of a microbatch has none: then the batch is not split along it.
     """
-    return tuple(_with_rows(axis, rows, weights.get(axis.name, (1,) * axis.size)) for axis in axes)
+    each = rows // microbatches
+    return tuple(_with_rows(axis, each, weights.get(axis.name, (1,) * axis.size), microbatches) for axis in axes)
 
 
-def _with_rows(axis: Axis, rows: int, weights: Sequence[int]) -> Axis:
+def _with_rows(axis: Axis, rows: int, weights: Sequence[int], times: int) -> Axis:
     if axis.kind is AxisKind.TIME or axis.name in WEIGHTS_ALONE or axis.size == 1 or steps_apart(axis.compression):
         return axis
     counts = apportioned(rows, weights)
-    return axis if min(counts) == 0 or len({*counts}) == 1 else replace(axis, rows=counts)
+    return axis if min(counts) == 0 or len({*counts}) == 1 else replace(axis, rows=tuple(times * each for each in counts))

@@ -99,6 +99,11 @@ class PlacementGraph:
         """Rows of the batch in its inputs; 0 without any."""
         return common_rows(v.spec.shape for v in self.values if v.kind == "batch")
 
+    @cached_property
+    def microbatches(self) -> int:
+        """Number of microbatches that the rows divide into; 1 without a loop."""
+        return next((v.factors[dim][factor] for v in self.values for dim, factor in v.microbatch), 1)
+
     def seen_as(self, values: Iterable[int]) -> set[int]:
         """These values, and the results of views and casts of them."""
         found = set(values)

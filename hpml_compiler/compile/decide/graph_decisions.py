@@ -256,8 +256,9 @@ class GraphDecisions(DecidedGraph):
             mark_loop(gm, annotated.graph, decision.placements, decision.microbatches, self.stages.groups(), outputs,
                       step.kept_gradients if training else (), self.options.compiler == "inductor", repeats)
         with self.entry.doing("rewrite", "cutting into stages"):
+            alike = decision.placements is None or not any(axis.rows for axis in decision.placements.axes)
             cutter = StageCutter(self.options, gm, decision.microbatch_count, outputs, annotated.interface, starts, keep,
-                                 repeats)
+                                 repeats, alike)
         decision = decision if keep is None else self.decided.decision
         self.decided = replace(decided, decision=replace(decision, stages=cutter.staged.stages))
         alone = cutter.needs.outputs_alone() if found else {}

@@ -15,7 +15,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.microbatching import prepare_around_loop
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, schedule_of
 from hpml_compiler.planner.pipeline.stage_checkpointing import StagedStep
-from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageSplit, stage_body, structure_of
+from hpml_compiler.planner.pipeline.stage_halves import FindsStages, StagedBody, StageSplit, stage_body, structure_of
 from hpml_compiler.runtime.consistency.rank_sync import from_rank_0, same_graph, when_all_succeed
 from hpml_compiler.runtime.placements.single_rank_placement import no_rows
 from hpml_compiler.session import session
@@ -24,6 +24,7 @@ from passes.errors import BadInput
 from passes.graph.graph_signature import GraphSignature
 from passes.op_rules.recomputable import is_recomputable
 from passes.pipeline.find_stages import TooFewBlocks
+from passes.pipeline.stage_assignment import StageAssignment
 from passes.sharding.loop_gathers import ONCE, LoopGathers
 from passes.transforms.microbatch.loop_split import split_at_markers
 
@@ -40,17 +41,19 @@ class StageCutter:
     """Cuts a graph into stages, all ranks together. interface: of the marked graph. starts: first block of each stage but stage
     0; if empty, or if an inference graph does not have these blocks, boundaries balance the predicted times. keep: under a
     memory budget, decides how the stages of this rank are split into forward and backward. repeats: collectives of
-    parameters that each microbatch runs."""
+    parameters that each microbatch runs. alike: all ranks have equal graphs, as without unequal rows."""
 
     def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int,
                  interface: GraphSignature, starts: tuple[str, ...] = (), keep: KeepsInStages | None = None,
-                 repeats: LoopGathers = ONCE):
+                 repeats: LoopGathers = ONCE, alike: bool = True):
         self.options, self.marked, self.microbatches, self.forward_outputs = options, marked, microbatches, forward_outputs
         self.interface, self.starts, self.repeats = interface, starts, repeats
         self.loop = split_at_markers(marked, forward_outputs)
         self.place = session.current().device_mesh(options.mesh or {}).get_local_rank(PP_AXIS)
         self.table = schedule_of(options, microbatches)
-        same_graph(lambda: structure_of(self.loop.body))
+        self.alike = alike
+        if alike:
+            same_graph(lambda: structure_of(self.loop.body))
         self.staged = self._staged()
         times = self.staged.stages.time_us  # of one microbatch
         step = StagedStep(marked, interface, self.loop, self.staged, self.table, forward_outputs)
@@ -65,7 +68,7 @@ class StageCutter:
     def _staged(self) -> StagedBody:
         device = local_cluster(self.options, dist.get_world_size()).device
         cut = lambda starts: stage_body(  # noqa: E731
-            self.marked, self.interface.kinds, self.loop, self.table.stages, device, from_rank_0, starts, self.repeats,
+            self.marked, self.interface.kinds, self.loop, self.table.stages, device, self._agreed, starts, self.repeats,
             self.options.chunks)
         if self.interface.training or not self.starts:
             return cut(self.starts)
@@ -75,6 +78,11 @@ class StageCutter:
             raise
         except BadInput:  # an inference graph without these blocks: balance its own times
             return cut(())
+
+    def _agreed(self, find: FindsStages) -> StageAssignment:
+        """Rank 0's stages; where ranks have unequal graphs, by the blocks that these begin with."""
+        first = from_rank_0(find)
+        return first if self.alike else replace(find(tuple(blocks[0] for blocks in first.blocks[1:])), time_us=first.time_us)
 
     def given_to(self, owners: Mapping[str, int], written: Container[int], others: bool, outputs: Mapping[int, int],
                  tangents: Mapping[str, int]) -> StepProgram:

@@ -65,7 +65,6 @@ def options_of_stage(options: Options) -> Options:
     """Options for planning the ranks of one stage, as if they ran the full graph."""
     mesh, budget = options.mesh or {}, options.memory_budget
     update: dict[str, Any] = {"mesh": axes_of_stage(mesh)} if is_split(mesh) else {"mesh": None, "plan": None}
-    update["rows"] = "whole"  # stages send equal shards
     if isinstance(budget, int):  # as the memory of these devices, of which a fraction is taken
         update["memory_budget"] = options.stage_ranks * budget
     return options.model_copy(update=update)

@@ -30,6 +30,9 @@ from passes.transforms.pipeline.backward_split import split_backward, weight_par
 from passes.transforms.pipeline.stage_graphs import StageGraph, makers_of_gradients, split_stages
 from passes.transforms.pipeline.stage_io import StageHalves, half_of
 
+FindsStages = Callable[..., StageAssignment]
+"""Finds the stages of a body; with the first block of each stage but stage 0 as an argument, those."""
+
 
 @dataclass(frozen=True)
 class StagedBody:
@@ -45,11 +48,11 @@ class StagedBody:
 
 
 def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSplit, count: int, device: Device,
-               agreed: Callable[[Callable[[], StageAssignment]], StageAssignment], starts: tuple[str, ...] = (),
+               agreed: Callable[[FindsStages], StageAssignment], starts: tuple[str, ...] = (),
                repeats: LoopGathers = ONCE, chunks: Chunks = 1) -> StagedBody:
-    """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: shares one rank's result with all
-    ranks. starts: first block of each stage but stage 0, if known. repeats: collectives of parameters that each microbatch
-    runs. chunks: of the loss."""
+    """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: makes ranks agree on the stages
+    that one of them finds. starts: first block of each stage but stage 0, if known. repeats: collectives of parameters that
+    each microbatch runs. chunks: of the loss."""
     body = copy_graph(loop.body)
     for node in body.graph.nodes:
         if uses_rng(node):
@@ -58,8 +61,8 @@ def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSp
                 "device's", node.name, "draw them independently of computed values, or remove pp from options['mesh']")
     analyzing_stage_body(_kinds(body, marked, kinds, loop), len(loop.forward))(body)
 
-    def found() -> StageAssignment:
-        finding_stages(count, device, starts)(body)
+    def found(begins: tuple[str, ...] = starts) -> StageAssignment:
+        finding_stages(count, device, begins)(body)
         return read(STAGES, body)
 
     adopting_stages(agreed(found))(body)

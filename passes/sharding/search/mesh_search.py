@@ -88,7 +88,7 @@ class SearchConfig:
     def axes(self, mesh: Mesh, graph: PlacementGraph) -> Axes:
         """The axes of a mesh, with numbers of rows where these are unequal."""
         axes = self.axes_of(mesh)
-        return axes if self.weights is None else with_rows(axes, graph.rows, self.weights)
+        return axes if self.weights is None else with_rows(axes, graph.rows, self.weights, graph.microbatches)
 
     def prices(self, mesh: Mesh) -> MeshPrices:
         return MeshPrices(mesh, self.optimizer_states, self.measured)

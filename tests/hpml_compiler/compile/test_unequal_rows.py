@@ -1,6 +1,7 @@
 """Unequal numbers of rows per rank -> losses, metrics, gradients' norms, parameters and buffers of one device."""
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import hpml_compiler
+from hpml_compiler.instruments.heterogeneous.share_planning import plan_mixed
+from hpml_compiler.options import Options
+from passes.hardware.cluster import Cluster, NodeGroup
 from tests.helpers.frozen import fresh
+from tests.hpml_compiler.instruments.heterogeneous import test_share_planning as shares
 
 WORDS, WIDTH, LENGTH, IGNORED = 24, 16, 6, 3
 TOLERANCE = 1e-12
@@ -19,11 +24,12 @@ TOLERANCE = 1e-12
 class Net(nn.Module):
     """Attention over positions, BatchNorm over rows, dropout, and a mean over tokens that are not masked."""
 
-    def __init__(self) -> None:
+    def __init__(self, mixes_rows: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.place = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.batch_norm, self.qkv, self.out = nn.BatchNorm1d(LENGTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.batch_norm = nn.BatchNorm1d(LENGTH) if mixes_rows else nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.dropout, self.head = nn.Dropout(0.2), nn.Linear(WIDTH, WORDS)
 
@@ -67,7 +73,8 @@ def on_ranks(rank: int, cases: dict[str, tuple[int, dict[str, Any], str]]) -> di
     found = {}
     for name, (rows, options, how) in cases.items():
         fresh()
-        reference, model = Net(), Net()
+        mixes_rows = options.get("microbatches", 1) == 1
+        reference, model = Net(mixes_rows), Net(mixes_rows)
         expected = train(reference, reference, rows, "outside" in how)
         give = (lambda batch: hpml_compiler.distribute_batch(batch, rows="same")) if "distributed" in how else lambda x: x
         options = {"compiler": "eager", "monitor": False, **options}
@@ -82,10 +89,12 @@ def on_ranks(rank: int, cases: dict[str, tuple[int, dict[str, Any], str]]) -> di
 @pytest.mark.parametrize("world, cases", [
     (2, {
         "7 + 1, loss outside": (8, {"mesh": {"dp": 2}, "rows": {"dp": [7, 1]}}, "outside"),
+        "6 + 2, microbatches": (8, {"mesh": {"dp": 2}, "rows": {"dp": [6, 2]}, "microbatches": 2}, ""),
         "3 + 5, ZeRO-3, distributed": (8, {"mesh": {"dp": 2}, "rows": {"dp": [3, 5]}, "zero": 3}, "distributed"),
     }),
     (4, {
         "5 + 3, tp": (8, {"mesh": {"dp": 2, "tp": 2}, "rows": {"dp": [5, 3]}}, "outside distributed"),
+        "4 + 2, stages": (6, {"mesh": {"pp": 2, "dp": 2}, "rows": {"dp": [4, 2]}, "microbatches": 2}, ""),
         "3 + 3 + 2 + 2": (10, {"mesh": {"dp": 4}, "zero": 2}, ""),
     }),
 ], ids=["2 ranks", "4 ranks"])
@@ -94,3 +103,35 @@ def test_unequal_rows_train_as_one_device(launch, world, cases):
         for name, (worst, rows, is_split) in found.items():
             assert worst <= TOLERANCE, (name, worst)
             assert "+".join(map(str, rows["dp"])) == name.split(",")[0].replace(" ", "") and is_split, name
+
+
+def mixed_plan_on_ranks(rank: int, path: str) -> tuple[float, dict[str, tuple[int, ...]]]:
+    """The greatest difference from one device, and the rows in the plan of the run."""
+    torch.set_default_dtype(torch.float64)
+    fresh()
+    torch.manual_seed(0)
+    reference = shares.Regression()
+    model, seen = copy.deepcopy(reference), []
+    call = torch.compile(model, backend="hpml", options={"compiler": "eager", "monitor": False, "plan": path})
+    for each in (reference, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.3)
+        for step in range(3):
+            x = torch.randn(96, shares.WIDTH, generator=torch.Generator().manual_seed(step))
+            loss = (each if each is reference else call)(x, x.sin())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+    worst = max(float((a - b).abs()) for a, b in zip(seen[:3], seen[3:], strict=True))
+    return worst, dict(hpml_compiler.last_plan().graphs[0].rows_by_rank)
+
+
+def test_a_plan_for_unlike_devices_runs_on_as_many_ranks(launch, tmp_path):
+    cpu = shares.times_as_fast(shares.CPU, 0.5, "slow")
+    unlike = Cluster((NodeGroup.of(1, 1, shares.CPU), NodeGroup.of(1, 1, cpu)), same_node=True)
+    plan = plan_mixed(shares.Regression(), shares.batch(6144), unlike, Options.parse({}), rows=(4096, 2048))
+    plan.save(tmp_path / "plan.json")
+    times = [group.step_time_us for group in plan.groups]
+    assert times[0] == pytest.approx(times[1], rel=0.05), "half as many rows on a device that is half as fast"
+    for worst, found in launch(mixed_plan_on_ranks, args=(str(tmp_path / "plan.json"),)):
+        assert worst < TOLERANCE and found == {"dp": (64, 32)}
