@@ -2,21 +2,18 @@
 
 Let L(p_1, ..., p_n) be the loss of the batch where the rows of rank k are computed with the parameters p_k. Rank k trains by
 n dL/dp_k: for a mean over rows that is the gradient of the mean over its own rows, and on average it is the gradient of the
-whole batch. What else is summed over the axis (the loss, statistics of BatchNorm, a count of tokens) stays a sum over all
-replicas.
+whole batch. What else is summed over the axis in forward (the loss, a count of tokens) stays a sum over all replicas.
 """
 from __future__ import annotations
 
 from passes.errors import BadInput
 from passes.graph.decision import Decision, Route
-from passes.graph.placement_graph import PlacementGraph, Value
+from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.graph.step_phase import BACKWARD
 from passes.hardware.axis import Axes
 from passes.hardware.gradient_compression import steps_apart
-from passes.op_rules.base import PARTIAL, REPLICATE
+from passes.op_rules.base import PARTIAL, REPLICATE, Placement
 from passes.replicas.replica_axis_rule import has_rows, of_parameters
-
-NEXT_STEP = "leave local_steps out for this model, or take the operation out of the compiled part"
 
 
 def replica_axes(axes: Axes) -> list[int]:
@@ -26,7 +23,7 @@ def replica_axes(axes: Axes) -> list[int]:
 
 class ReplicaGradients:
     """Reads in backward of which each replica has its own value. operations: those whose results are gradients of parameters
-    alone, or on the way to them; none without replicas."""
+    alone, or on the way to them, and have no rows; none without replicas."""
 
     def __init__(self, graph: PlacementGraph, decision: Decision) -> None:
         self.axes = replica_axes(decision.axes)
@@ -53,38 +50,72 @@ class ReplicaGradients:
 def _towards_gradients(graph: PlacementGraph) -> frozenset[int]:
     gradients, found = {*graph.gradients.values()}, set[int]()
     others = {v for v, p in graph.outputs if p not in graph.gradients}
+
+    def leads_there(v: int) -> bool:
+        value = graph.values[v]
+        has_reader = v in gradients or bool(value.users) and not value.batch
+        return v not in others and has_reader and found.issuperset(value.users)
+
     for op in reversed(graph.operations):
-        if op.phase == BACKWARD and all(
-                v not in others and (v in gradients or graph.values[v].users) and found.issuperset(graph.values[v].users)
-                for v in op.outputs):
+        if op.phase == BACKWARD and all(map(leads_there, op.outputs)):
             found.add(op.index)
     return frozenset(found)
 
 
 def check_replicas(graph: PlacementGraph, decision: Decision) -> None:
-    """Raise BadInput where replicas would not train by the rule above: an operation with parameters that runs on all rows, a
-    gradient that is gathered, or a result that differs between ranks."""
-    trained = of_parameters(graph)
+    """Raise BadInput where replicas would not train by the rule above."""
     for k in replica_axes(decision.axes):
-        axis = decision.axes[k]
-        differ = {v.index for v in graph.values if v.kind == "parameter"}
-        apart = _towards_gradients(graph)
-        for op in graph.operations:
-            layouts = decision.operations[op.index]
-            placed = [layout[k] for layout in (*layouts.inputs, *layouts.made)]
-            split = any(isinstance(p, tuple) for p in placed)
-            if op.index in trained and has_rows(op, graph) and not split:
-                raise BadInput(f"{op.name} ({op.target}) is not computed row by row, so that the {axis.size} replicas along "
-                               f"{axis.name!r} cannot have rows of their own", "options['local_steps']", NEXT_STEP)
-            if op.index not in apart and not split and not differ.isdisjoint(op.inputs):
-                differ.update(v for v, made in zip(op.outputs, layouts.made) if made[k] == REPLICATE)
-        for (v, p), route in zip(graph.outputs, decision.outputs, strict=True):
-            places = [route.source[k], *(hop.layout[k] for hop in route.hops)]
-            if p in graph.gradients:
+        _ReplicaCheck(graph, decision, k).run()
+
+
+class _ReplicaCheck:
+    """The conditions on one axis of replicas: operations with parameters run on this rank's rows; in backward, rows read no sum
+    over rows, in which each addend would need the parameters of its replica; gradients are not gathered; and no result differs
+    between ranks."""
+
+    def __init__(self, graph: PlacementGraph, decision: Decision, axis: int) -> None:
+        self.graph, self.decision, self.axis = graph, decision, axis
+        self.trained, self.apart = of_parameters(graph), _towards_gradients(graph)
+        self.of = f"the {decision.axes[axis].size} replicas along {decision.axes[axis].name!r}"
+        self.differ = {v.index for v in graph.values if v.kind == "parameter"}
+
+    def run(self) -> None:
+        for op in self.graph.operations:
+            self._operation(op)
+        for (v, p), route in zip(self.graph.outputs, self.decision.outputs, strict=True):
+            places = self._places(route)
+            if p in self.graph.gradients:
                 if any(a != b and a != PARTIAL for a, b in zip(places, places[1:])):
-                    shape = " x ".join(map(str, graph.values[p].spec.shape))
-                    raise BadInput(f"a parameter of shape {shape} has rows of the batch", "options['local_steps']", NEXT_STEP)
-            elif v in differ and places[-1] == REPLICATE:
-                raise BadInput(f"the result {graph.values[v].name} is computed from parameters without rows of the batch, so "
-                               f"that the {axis.size} replicas along {axis.name!r} would have different values",
-                               "options['local_steps']", "compute it outside of the compiled model, or leave local_steps out")
+                    shape = " x ".join(map(str, self.graph.values[p].spec.shape))
+                    raise self._refused(f"a parameter of shape {shape} has rows of the batch")
+            elif v in self.differ and places[-1] == REPLICATE:
+                raise self._refused(f"the result {self.graph.values[v].name} is computed from parameters without rows of the "
+                                    f"batch, so that {self.of} would have different values")
+
+    def _operation(self, op: Operation) -> None:
+        layouts, k = self.decision.operations[op.index], self.axis
+        split = any(isinstance(layout[k], tuple) for layout in (*layouts.inputs, *layouts.made))
+        if op.index in self.trained and has_rows(op, self.graph) and not split:
+            raise self._refused(f"{op.name} ({op.target}) is not computed row by row, so that {self.of} cannot have rows of "
+                                "their own (which they must divide)")
+        if op.phase == BACKWARD and op.index in self.trained:
+            summed = any(made[k] != after[k] and not self.apart.issuperset(self.graph.values[v].users)
+                         for v, made, after in zip(op.outputs, layouts.made, layouts.outputs))
+            if summed or op.index not in self.apart and any(self._moves(op, k) for k in range(len(op.inputs))):
+                raise self._refused(f"in backward, {op.name} ({op.target}) needs a sum over all rows, as BatchNorm does, which "
+                                    f"{self.of} compute with different parameters")
+        if op.index not in self.apart and not split and not self.differ.isdisjoint(op.inputs):
+            self.differ.update(v for v, made in zip(op.outputs, layouts.made) if made[k] == REPLICATE)
+
+    def _moves(self, op: Operation, position: int) -> bool:
+        """True if an operand that depends on parameters is summed or gathered along the axis."""
+        places = self._places(self.decision.routes[op.index, position])
+        maker = self.graph.values[op.inputs[position]].producer
+        return maker in self.trained and any(a not in (b, REPLICATE) for a, b in zip(places, places[1:]))
+
+    def _places(self, route: Route) -> list[Placement]:
+        return [route.source[self.axis], *(hop.layout[self.axis] for hop in route.hops)]
+
+    def _refused(self, what: str) -> BadInput:
+        return BadInput(what, "options['local_steps']",
+                        "leave local_steps out for this model, or take that out of the compiled part")

@@ -96,6 +96,61 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+class Normed(nn.Module):
+    """Dropout, a mean over rows that are not masked, and a square of a mean over rows: sums over the rows of all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return normed_loss(self.head(nn.functional.dropout(self.hidden(x), 0.3)), labels)
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(self.up(x)))
+
+
+def normed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    shares = logits.softmax(1).mean(0)
+    return nn.functional.cross_entropy(logits, labels, ignore_index=0) + shares.square().sum()
+
+
+def normed_apart(replicas: list[Normed], x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of the batch where rows of each replica are computed with its parameters."""
+    def each(values: torch.Tensor, call: Any) -> torch.Tensor:
+        return torch.cat([call(model, part) for model, part in zip(replicas, values.chunk(len(replicas)), strict=True)])
+
+    hidden = nn.functional.dropout(each(x, Normed.hidden), 0.3)
+    return normed_loss(each(hidden, lambda model, part: model.head(part)), labels)
+
+
+def sums_over_all_rows(rank: int) -> float:
+    """Greatest difference of losses and parameters where the loss has other sums than a mean over rows."""
+    fresh()
+    models, model = [Normed() for _ in range(2)], Normed()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.3, momentum=0.9) for each in (*models, model)]
+    call, worst = torch.compile(model, backend="hpml", options=OPTIONS), 0.0
+    for step in range(4):
+        drawn = torch.Generator().manual_seed(step)
+        x, labels = torch.randn(ROWS, WIDTH, generator=drawn), torch.randint(0, 3, (ROWS,), generator=drawn)
+        losses = []
+        for run, given, times in ((normed_apart, (models, x, labels), 2), (call, (x, labels), 1)):
+            torch.manual_seed(step)
+            losses.append(run(*given))
+            (times * losses[-1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if (step + 1) % APART == 0:
+            with torch.no_grad():
+                for parts in zip(*(each.parameters() for each in models), strict=True):
+                    torch._foreach_copy_(list(parts), [torch.stack(list(parts)).mean(0)] * 2)
+        pairs = [(losses[0].detach(), losses[1].detach()), *zip(models[rank].parameters(), map(local, model.parameters()))]
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst
+
+
 CASES: dict[str, dict[str, Any]] = {
     "average": {},
     "average, loss outside, clipped": {},
@@ -117,6 +172,7 @@ def on_ranks(rank: int, names: list[str]) -> dict[str, float]:
         # between averages, rank 1 has parameters of its own
         compared = [k for k in range(len(expected)) if rank == 0 or k % each == 0 or (k // each + 1) % APART == 0]
         found[name] = max(float((seen[k] - expected[k]).abs().max()) for k in compared)
+    found["sums over all rows"] = sums_over_all_rows(rank)
     return found
 
 

@@ -14,7 +14,8 @@ WIDTH = 8
 class Net(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.up, self.norm = kind, nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.kind, self.up = kind, nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if kind == "BatchNorm" else nn.LayerNorm(WIDTH)
         self.per_row, self.head = nn.Parameter(torch.ones(6, WIDTH)), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,6 +40,7 @@ def plan(kind: str, rows: int = 6) -> object:
     ("weights in the loss", "would have different values"),
     ("parameters of rows", "a parameter of shape 6 x 8 has rows of the batch"),
     ("a head on the mean row", "would have different values"),
+    ("BatchNorm", "needs a sum over all rows, as BatchNorm does"),
     ("sorted rows", "is not computed row by row"),
 ])
 def test_refused(kind, message):
