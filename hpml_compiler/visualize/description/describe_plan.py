@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.memory_records import Peak
@@ -101,9 +102,17 @@ def _axes(plan: PlanContent, steps: Sequence[StepSummary]) -> tuple[AxisSummary,
             splits = ("stages",)
         sent = {hop.compression for graph in plan.step_graphs for move in graph.redistributions for hop in move.hops
                 if hop.axis == axis}
-        splits = (*map(describe_compression, sorted(sent - {""})), *splits)
+        rows = next((graph.rows_by_rank[axis] for graph in plan.step_graphs if axis in graph.rows_by_rank), ())
+        splits = (*map(describe_compression, sorted(sent - {""})), *([f"rows {_in_runs(rows)}"] if rows else []), *splits)
         found.append(AxisSummary(axis, size, plan.links.get(axis, ""), splits, totals.get(axis, nothing)))
     return tuple(found)
+
+
+def _in_runs(rows: Sequence[int]) -> str:
+    """Numbers of rows by coordinate: 5+3, or 4x6+4x2 for more than a few."""
+    if len(rows) <= 8:
+        return "+".join(map(str, rows))
+    return "+".join(f"{len([*same])}x{count}" for count, same in groupby(rows))
 
 
 def _stages(graph: GraphPlan, pipe: PipelinePlan) -> tuple[StageSummary, ...]:

@@ -80,7 +80,8 @@ def on_ranks(rank: int, cases: dict[str, tuple[int, dict[str, Any], str]]) -> di
         options = {"compiler": "eager", "monitor": False, **options}
         seen = train(model, torch.compile(model, backend="hpml", options=options), rows, "outside" in how, give)
         worst = max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(seen, expected, strict=True))
-        graph = hpml_compiler.last_plan().graphs[0]
+        graph, table = hpml_compiler.last_plan().graphs[0], hpml_compiler.last_plan().table(120)
+        assert f"rows {'+'.join(map(str, graph.rows_by_rank['dp']))}" in table
         found[name] = worst, dict(graph.rows_by_rank), any(
             "S(0)" in layout for each in graph.operations.values() for layout in each.outputs)
     return found
