@@ -44,8 +44,8 @@ def has_rows(op: Operation, graph: PlacementGraph) -> bool:
 
 
 def of_parameters(graph: PlacementGraph) -> set[int]:
-    """Operations that depend on parameters."""
-    values, found = {v.index for v in graph.values if v.kind == "parameter"}, set[int]()
+    """Operations that depend on parameters; what the script gives backward as a gradient of rows does, too."""
+    values, found = {v.index for v in graph.values if v.kind in ("parameter", "tangent")}, set[int]()
     for op in graph.operations:
         if not values.isdisjoint(op.inputs):
             values.update(op.outputs)

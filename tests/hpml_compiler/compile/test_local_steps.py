@@ -22,7 +22,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.embedding, self.norm = nn.Embedding(12, WIDTH), nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 12, bias=False)
+        self.head = nn.Linear(WIDTH, 12)  # its bias: the gradient is of the loss alone
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
