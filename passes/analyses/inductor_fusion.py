@@ -37,10 +37,13 @@ def is_fusing_target(target: Any) -> bool:
 
 
 def scratch_bytes(node: Node) -> int:
-    """Scratch memory of a call: of convolutions on CPUs, and of the operator's own accumulating kernel, which reorders its
-    result (measured, torch 2.13)."""
+    """Scratch memory of a call: of convolutions on CPUs, of the operator's own accumulating kernel, which reorders its result,
+    and of dropout on CPUs, which converts its mask to the dtype of its input (measured, torch 2.13)."""
     if _calls_adding_kernel(node):
         return torch.int64.itemsize * node.args[2].meta["val"].numel()
+    if packet_name(node.target) == "native_dropout":
+        x = node.args[0].meta["val"]
+        return x.nbytes if x.device.type == "cpu" else 0
     operands = convolutions.OPERANDS.get(name_of(node.target), 0)
     if not operands:
         return 0

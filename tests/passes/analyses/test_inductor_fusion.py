@@ -49,3 +49,11 @@ def test_the_gradient_of_a_pooling_that_is_not_taken_apart_adds_nothing_to_the_m
         torch.use_deterministic_algorithms(False)
     pooled = called(gm, "max_pool2d_with_indices_backward")
     assert (is_fusing(pooled), scratch_bytes(pooled)) == (True, 0)
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float32, 3 * 4 * 4), (torch.bfloat16, 3 * 4 * 2)])
+def test_dropout_converts_its_mask(dtype, nbytes):
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(3, 4, dtype=dtype)
+    assert scratch_bytes(graph.call_function(torch.ops.aten.native_dropout.default, (x, 0.2, True))) == nbytes
