@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, ValidationError, ValidationInfo, field_validator
 
 from hpml_compiler.option_values import (
     CHECKS,
@@ -56,8 +56,8 @@ class Options(BaseModel):
     )
     mesh: AxisSizes | None = Field(
         None, validate_default=True,
-        description='sizes of the mesh axes, such as {"dp": 2, "tp": 2}; their product is the number of ranks. dp shards the '
-        "batch, tp weights and other dims, pp holds pipeline stages; for an axis of another name the solver decides",
+        description='sizes of the mesh axes, such as {"dp": 2, "tp": 2}; their product is the number of ranks, or divides it: '
+        "the rest is chosen. dp shards the batch, tp weights and other dims, pp holds stages; for other names hpml decides",
     )
     memory_budget: Budget | None = Field(
         None, description='memory limit per device in bytes: an integer, or text such as "64MiB" or "24GB"; or a '
@@ -156,6 +156,7 @@ class Options(BaseModel):
         "the measured figures, with more recomputation, microbatches or offloading")
     monitor: bool = Field(True, description="compare measured step time and memory with the prediction")
     tensorboard: Folder | None = Field(None, description="folder to write that comparison to, as TensorBoard scalars")
+    _chosen: frozenset[str] = PrivateAttr(frozenset())
 
     @field_validator("mesh")
     @classmethod
@@ -271,6 +272,17 @@ class Options(BaseModel):
         if self.mesh == given.mesh and self.mesh_order is None:
             update["mesh"] = dict(given.mesh)  # in the plan's order of axes
         return self.model_copy(update=update)
+
+    def with_chosen(self, values: Mapping[str, Any]) -> Options:
+        """These options with what a search decided, which counts as decided, not as pinned."""
+        made = self.model_copy(update=dict(values))
+        made._chosen = self._chosen | values.keys() | ((made.mesh or {}).keys() - (self.mesh or {}).keys())
+        return made
+
+    @property
+    def chosen(self) -> frozenset[str]:
+        """Names of the options, and of the axes of the mesh, that a search decided."""
+        return self._chosen
 
     def check_mesh(self, world_size: int) -> None:
         """Check that a pinned mesh multiplies to the number of ranks. Raises BadInput."""

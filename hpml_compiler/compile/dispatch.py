@@ -21,6 +21,7 @@ from hpml_compiler.compile.wrapper.runtime_wrapper import for_calls_on_outputs
 from hpml_compiler.integrations.ddp_fsdp_guard import refuse_other_wrappers, watch_compiled_modules
 from hpml_compiler.monitor import tensorboard_scalars
 from hpml_compiler.options import Options
+from hpml_compiler.planner.joint.open_decisions import leaves_axes_open
 from hpml_compiler.planner.step_decision import defers_outputs
 from hpml_compiler.run_recording.recorder import open_monitor
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
@@ -41,7 +42,8 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     compat.warn_if_untested()
     world = ensure_process_group()
     watch_compiled_modules()  # the backend may have been imported before Dynamo
-    options.check_mesh(world)
+    if not leaves_axes_open(options, world):
+        options.check_mesh(world)
     if options.tensorboard is not None:
         tensorboard_scalars.check_installed()
     if options.compiler == "inductor" and not torch.cuda.is_available():

@@ -195,7 +195,7 @@ class GraphCompiler:
         made, traced = self._deciding(), None
         if made.stages is not None or self.alone and (self.sharing is not None or made.microbatches > 1):
             traced = JointTrace(copy_graph(joint), [*self.inputs.described], forward_outputs, 0.0)
-        self._planned(made.decide(joint, forward_outputs, traced))
+        self._planned(self.deciding.reconsidered(self, made.decide(joint, forward_outputs, traced)))
         whole = self._whole_step(traced, forward_outputs)
         program = made.program(joint, made.decided, whole is not None)
         self.holding.note(made.takes.unsharded)

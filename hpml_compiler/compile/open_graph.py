@@ -1,4 +1,5 @@
-"""A graph whose options leave decisions open: where it does not fit, they are searched for, and it is compiled once more.
+"""A graph whose options leave decisions open: where it does not fit, where stages are faster by measured prices, or where a
+part of the mesh is pinned, they are searched for, and it is compiled once more.
 
 Rank 0 searches on the graph that was traced, as `hpml plan` does (`hpml_compiler.planner.joint`). All ranks then compile the
 graph as if the answer had been pinned, and so the graphs that share its parameters. Later launches read the answer from the
@@ -10,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from pydantic import ValidationError
@@ -18,11 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
+from hpml_compiler.compile.open_axes import as_placed, open_axes
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.memory_budget import StepContext
 from hpml_compiler.planner.joint.chosen_configuration import ChosenConfiguration
+from hpml_compiler.planner.joint.open_decisions import leaves_axes_open
+from hpml_compiler.planner.step_decision import DecidedStep
 from hpml_compiler.plans.cache import plan_database
 from hpml_compiler.plans.cache.cache_warnings import warn_of_cache
+from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.runtime.consistency.rank_sync import from_rank_0
 from hpml_compiler.runtime.process.world_group import this_rank, world_size
 from hpml_compiler.session import session
@@ -33,6 +38,9 @@ from passes.errors import BadInput, Infeasible
 from passes.graph.graph_copy import copy_graph
 from passes.hardware.cluster import Cluster
 from passes.tracing.joint_trace import JointTrace
+
+if TYPE_CHECKING:
+    from hpml_compiler.planner.captured_model import CapturedModel
 
 log = logging.getLogger("hpml")
 Call = Callable[..., Any]
@@ -53,20 +61,21 @@ class GraphBeingCompiled(Protocol):
 
 class ConfigurationsFound(Exception):
     """Configurations under which a graph may fit, the best first: raised on all ranks, in place of compiling it. refusal: why
-    it does not fit as the options say, if that was tried."""
+    it does not fit as the options say, if that was tried. fits: whether it does."""
 
-    def __init__(self, found: tuple[ChosenConfiguration, ...], refusal: Infeasible | None = None) -> None:
+    def __init__(self, found: tuple[ChosenConfiguration, ...], refusal: Infeasible | None = None, fits: bool = False) -> None:
         super().__init__("the graph is compiled with other options")
-        self.found, self.refusal = found, refusal
+        self.found, self.refusal, self.fits = found, refusal, fits
 
 
 class OpenGraph:
     """Open decisions about one graph while it is compiled. is_open: False once that is over, and where there is nothing to
     decide, because of `why` if it is not empty. reads: whether answers of earlier launches are read. searched: whether answers
-    were searched for. key: of the graph in the graph cache."""
+    were searched for. key: of the graph in the graph cache. traced: the joint graph before passes, and its forward outputs."""
 
     def __init__(self, is_open: bool, why: str = "", reads: bool = True) -> None:
         self.is_open, self.why, self.reads, self.key, self.searched = is_open, why, reads, "", False
+        self.traced: tuple[GraphModule, int] | None = None
 
     @staticmethod
     def of(gm: GraphModule, given: Sequence[Any], options: Options) -> OpenGraph:
@@ -95,8 +104,13 @@ class OpenGraph:
 
     @contextmanager
     def searching(self, compiler: GraphBeingCompiled, joint: GraphModule, forward_outputs: int) -> Iterator[None]:
-        """Context in which the joint graph is decided about: where it does not fit, raise the configurations that do."""
+        """Context in which the joint graph is decided about: where it does not fit, or where a part of the mesh is open, raise
+        the configurations that do."""
         traced = copy_graph(joint) if self.is_open and not compiler.alone else joint
+        if self.is_open and leaves_axes_open(compiler.options, world_size()):
+            self.searched = True
+            raise ConfigurationsFound(from_rank_0(lambda: _searched(compiler, traced, forward_outputs, None)))
+        self.traced = traced, forward_outputs
         try:
             yield
         except Infeasible as error:
@@ -107,6 +121,19 @@ class OpenGraph:
             refusal, self.searched = error.with_traceback(None), True  # its frames hold graphs
             found = from_rank_0(lambda: _searched(compiler, traced, forward_outputs, refusal))
             raise ConfigurationsFound(found, refusal) from None
+        finally:
+            self.traced = None
+
+    def reconsidered(self, compiler: GraphBeingCompiled, decided: DecidedStep) -> DecidedStep:
+        """The decision, which fits; where stages are faster by measured prices, raise the configurations that have them."""
+        record, traced = decided.record, self.traced
+        if not self.is_open or compiler.alone or record is None or traced is None or compiler.options.mesh is not None:
+            return decided
+        found = from_rank_0(lambda: _faster(compiler, *traced, record))
+        if not found:
+            return decided
+        self.searched = True
+        raise ConfigurationsFound(found, fits=True)
 
     def read(self, key: str) -> str | None:
         """The answer of an earlier launch, unchecked."""
@@ -134,23 +161,35 @@ def _named(key: str) -> str:
     return plan_database.digest_of((key, "configuration"))
 
 
-def _searched(compiler: GraphBeingCompiled, joint: GraphModule, forward_outputs: int, refusal: Infeasible,
+def _searched(compiler: GraphBeingCompiled, joint: GraphModule, forward_outputs: int, refusal: Infeasible | None,
               ) -> tuple[ChosenConfiguration, ...]:
-    """Configurations under which the graph may fit. Raises Infeasible."""
-    if _is_hopeless(compiler):
+    """Configurations under which the graph may fit. Raises BadInput and Infeasible."""
+    if refusal is not None and _is_hopeless(compiler):
         raise refusal
-    if compiler.alone:
+    if refusal is not None and compiler.alone:
         return _of_one_device(compiler, refusal)
-    from hpml_compiler.planner.captured_model import CapturedModel  # here: nothing plans where a graph is cached
-    from hpml_compiler.planner.joint.graph_search import search_graph
+    from hpml_compiler.planner.joint.graph_search import search_graph  # here: nothing plans where a graph is cached
 
-    given, inputs, cluster = compiler.given, compiler.inputs, compiler.cluster
+    return search_graph(_captured(compiler, joint, forward_outputs), compiler.cluster, refusal)
+
+
+def _faster(compiler: GraphBeingCompiled, joint: GraphModule, forward_outputs: int, record: GraphPlan,
+            ) -> tuple[ChosenConfiguration, ...]:
+    from hpml_compiler.planner.joint.graph_search import faster_configurations  # here: as above
+
+    return faster_configurations(_captured(compiler, joint, forward_outputs), compiler.cluster, record)
+
+
+def _captured(compiler: GraphBeingCompiled, joint: GraphModule, forward_outputs: int) -> CapturedModel:
+    from hpml_compiler.planner.captured_model import CapturedModel  # here: as above
+
+    given, inputs = compiler.given, compiler.inputs
     sharing = compiler.sharing or step_context(session.current().step, compiler.gm, given, compiler.options,
-                                               cluster.device.memory_bytes)
+                                               compiler.cluster.device.memory_bytes)
     options = compiler.options.model_copy(update={"optimizer": sharing.options.optimizer})
     leaves = frozenset(k for k, x in enumerate(given) if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf)
     traced = JointTrace(joint, [*inputs.described], forward_outputs, 0.0, leaves)
-    return search_graph(CapturedModel(traced, options, _trained(inputs), sharing), cluster, refusal)
+    return CapturedModel(traced, options, _trained(inputs), sharing)
 
 
 def _trained(inputs: GraphInputs) -> dict[str, float]:
@@ -185,10 +224,13 @@ def _of_one_device(compiler: GraphBeingCompiled, refusal: Infeasible) -> tuple[C
 
 def with_open_decisions(gm: GraphModule, given: Sequence[Any], options: Options,
                         compile_: Callable[[GraphModule, Options, OpenGraph], Call]) -> Call:
-    """Compile a graph; where it does not fit as the options say, with what they leave open decided. Raises Infeasible."""
-    options = options if options.plan is not None else _as_placed(given, options)
+    """Compile a graph; where it does not fit as the options say, with what they leave open decided. Raises BadInput and
+    Infeasible."""
+    options = options if options.plan is not None else as_placed(given, options)
     graph = OpenGraph.of(gm, given, options)
     if not graph.is_open:
+        if leaves_axes_open(options, world_size()):
+            raise open_axes(options, graph.why)
         return compile_(gm, options, graph)
     copy, trail = copy_graph(gm), len(session.current().trail)
     while True:
@@ -196,6 +238,7 @@ def with_open_decisions(gm: GraphModule, given: Sequence[Any], options: Options,
             return compile_(gm, options, graph)
         except ConfigurationsFound as answer:
             found, refusals = answer.found, [each for each in (answer.refusal,) if each is not None]
+            answer_fits = answer.fits
         finally:
             graph.is_open = False  # what is compiled again while the script runs is as the options say
         for chosen in found:
@@ -209,6 +252,8 @@ def with_open_decisions(gm: GraphModule, given: Sequence[Any], options: Options,
             else:
                 _note(graph, chosen)
                 return call
+        if answer_fits:
+            return compile_(copy_graph(copy), options, DECIDED)
         if graph.searched:
             raise min(refusals, key=lambda each: each.smallest_budget_bytes or math.inf)
         log.info("the cached configuration does not fit any more; hpml searches again")
@@ -226,14 +271,3 @@ def _note(graph: OpenGraph, chosen: ChosenConfiguration) -> None:
     if this_rank() == 0:
         earlier = "" if graph.searched else ", as in an earlier launch"
         log.warning("hpml chose %s%s", chosen.reason, earlier)
-
-
-def _as_placed(given: Sequence[Any], options: Options) -> Options:
-    """The options with what was decided for the mesh that parameters among the inputs are placed on."""
-    for x in given:
-        if isinstance(x, torch.nn.Parameter) and isinstance(x, DTensor):
-            mesh = x.device_mesh
-            axes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-            chosen = session.current().chosen.get(axes)
-            return options if chosen is None else chosen.options(options)
-    return options

@@ -113,9 +113,11 @@ def decomposes_loss(options: Options) -> bool:
 
 
 def pinned_by(options: Options) -> frozenset[str]:
-    """The parts of a decision that the options pin."""
-    given = {"mesh": options.mesh is not None, "placements": options.plan is not None,
-             "microbatches": options.microbatches > 1, "stages": options.stage_ranks > 1,
+    """The parts of a decision that the options pin, without those that a search decided."""
+    found = options.chosen
+    given = {"mesh": options.mesh is not None and "mesh" not in found, "placements": options.plan is not None,
+             "microbatches": options.microbatches > 1 and "microbatches" not in found,
+             "stages": options.stage_ranks > 1 and "pp" not in found,
              "gathers": options.gather != "auto" or options.plan is not None,
              "checkpointing": options.plan is not None or bool(options.recompute), "loss": options.loss_chunks != "auto"}
     return frozenset(name for name, pins in given.items() if pins)

@@ -33,8 +33,8 @@ class ChosenConfiguration(Record):
         """The options with this configuration in place of what they leave open."""
         found: dict[str, Any] = {"mesh": self.mesh, "microbatches": self.microbatches, "virtual_stages": self.virtual_stages,
                                  "schedule": self.schedule, "memory_budget": self.memory_budget}
-        pinned = {name for name in options.model_fields_set if getattr(options, name) not in (None, FREE)}
+        pinned = {name for name in options.model_fields_set - options.chosen if getattr(options, name) not in (None, FREE)}
         if all((self.mesh or {}).get(name, 1) == size for name, size in (options.mesh or {}).items()):
             pinned.discard("mesh")
-        return options.model_copy(update={name: value for name, value in found.items()
-                                          if value is not None and name not in pinned})
+        return options.with_chosen({name: value for name, value in found.items()
+                                    if value is not None and name not in pinned})

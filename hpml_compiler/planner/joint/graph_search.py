@@ -1,31 +1,95 @@
-"""Search for configurations of a graph of a run that does not fit as its options say: first without stages, then with them."""
+"""Search for configurations of a graph of a run, on rank 0: where it does not fit as its options say, first without stages,
+then with them; where these pin a part of the mesh, the rest of it; and where prices are measured, stages that are faster."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hpml_compiler.planner.captured_model import CapturedModel
+from hpml_compiler.planner.graph import measured_costs
+from hpml_compiler.planner.graph.graph_planning import plan_graph
+from hpml_compiler.planner.graph.plan_assembly import as_plan
 from hpml_compiler.planner.joint.chosen_configuration import ChosenConfiguration
 from hpml_compiler.planner.joint.joint_search import FoundPlan, JointSearch
 from hpml_compiler.planner.joint.open_planner import joint_search_of
+from hpml_compiler.planner.search.fitting_search import memory_limit
+from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.simulate.simulator import simulate
 from hpml_compiler.visualize.formatting import format_bytes, format_us
 from passes.errors import Infeasible
 from passes.hardware.cluster import Cluster
+from passes.sharding.oracle.memory_model import MemoryModel
 from passes.solver.work_limit import WorkLimit
 
 log = logging.getLogger("hpml")
+GAIN = 0.05
+"""Part of the step that stages have to gain where the step fits without them."""
 
 
-def search_graph(captured: CapturedModel, cluster: Cluster, refusal: Infeasible) -> tuple[ChosenConfiguration, ...]:
-    """Configurations that fit, the fastest first; those with stages only where no other fits. Raises Infeasible; that is
-    `refusal` where the options leave nothing open."""
-    search = joint_search_of(captured, cluster, refusal)
-    if search is None:
+def search_graph(captured: CapturedModel, cluster: Cluster, refusal: Infeasible | None) -> tuple[ChosenConfiguration, ...]:
+    """Configurations that fit, the fastest first; those with stages only where no other fits. refusal: why the graph does not
+    fit as its options say; None where these pin a part of the mesh. Raises BadInput and Infeasible; that is `refusal` where
+    the options leave nothing open."""
+    options, search = captured.options, joint_search_of(captured, cluster, refusal)
+    if refusal is None:
+        if search is None or not search.decisions.has_meshes:
+            options.check_mesh(cluster.world_size)
+        why = f"since the options pin {_axes(options.mesh)} of the mesh and leave the rest open"
+        log.info("of the mesh, %s is pinned; hpml searches over the rest", options.mesh)
+    elif search is None:
         raise refusal
-    log.info("placements alone do not fit: %s; hpml searches over microbatches, recomputation and stages", refusal.what)
+    else:
+        why = f"since placements alone do not fit ({refusal.what})"
+        log.info("placements alone do not fit: %s; hpml searches over microbatches, recomputation and stages", refusal.what)
+    assert search is not None, "a mesh that is pinned in part is refused"
     _run(search)
-    found = sorted(search.found, key=lambda each: each.simulated_us)
-    return tuple(_chosen(search, each, refusal) for each in found)
+    return _chosen(search, search.found, why, refusal is None)
+
+
+def faster_configurations(captured: CapturedModel, cluster: Cluster, record: GraphPlan) -> tuple[ChosenConfiguration, ...]:
+    """Configurations with stages whose simulated step is shorter than that of this plan without them by `GAIN` or more, the
+    fastest first. None where prices are not measured, or ranks share a CPU."""
+    if not _are_measured(captured, cluster, record.graph_hash):
+        return ()
+    now_us = simulate(as_plan([record], (), captured.options, str(cluster))).step_us
+    most_us, least_us = (1.0 - GAIN) * now_us, _least_us(captured, cluster)
+    if least_us > most_us:
+        log.info("stages gain less than %.0f %%: computation takes at least %s of %s a step on any number of them", 100 * GAIN,
+                 format_us(least_us), format_us(now_us))
+        return ()
+    search = joint_search_of(captured, cluster)
+    if search is None:
+        return ()
+    search.decisions, search.below_us = replace(search.decisions, pipelined=True), most_us
+    try:
+        if {*search.decisions.stage_counts()}:
+            search.run()
+    except Infeasible as error:
+        log.info("stages gain less than %.0f %%, or do not fit: %s", 100 * GAIN, error.what)
+    found = [each for each in search.found if each.simulated_us <= most_us]
+    return _chosen(search, found, f"since a step without stages takes {format_us(now_us)}, by measured prices")
+
+
+def _are_measured(captured: CapturedModel, cluster: Cluster, graph_hash: str) -> bool:
+    """True if kernels and collectives of these devices were measured, and each rank has its own."""
+    if captured.options.power_cap is not None or cluster.device.kind == "cpu" and measured_costs.local_ranks() > 1:
+        return False
+    prices = measured_costs.load(captured.options, cluster, graph_hash)
+    return prices is not None and prices.collectives is not None and bool(
+        prices.measurements.operations or prices.measurements.factors)
+
+
+def _least_us(captured: CapturedModel, cluster: Cluster) -> float:
+    """The computation of one device that runs the whole batch, spread evenly: kernels are not faster in parts."""
+    (annotated,), size = captured.whole, cluster.world_size
+    one = Cluster((replace(cluster.group, nodes=1, devices_per_node=1),))
+    budget = size * memory_limit(captured.options, cluster)
+    own = captured.options.model_copy(update={
+        "mesh": None, "memory_budget": budget, "microbatches": 1, "recompute": {}, "schedule": "auto", "virtual_stages": 1})
+    predicted = plan_graph(annotated, own, one, lifetimes=MemoryModel(0.0), budget_bytes=budget,
+                           allowance=WorkLimit(own.time_limit)).record.predicted
+    return (predicted.compute_us + predicted.optimizer_us) / size
 
 
 def _run(search: JointSearch) -> None:
@@ -41,7 +105,18 @@ def _run(search: JointSearch) -> None:
         search.run()
 
 
-def _chosen(search: JointSearch, found: FoundPlan, refusal: Infeasible) -> ChosenConfiguration:
+def _chosen(search: JointSearch, plans: Sequence[FoundPlan], why: str, fits: bool = False) -> tuple[ChosenConfiguration, ...]:
+    """The fastest first. fits: where nothing is recomputed, a configuration comes without a memory budget first, as pinned."""
+    found = list[ChosenConfiguration]()
+    for each in sorted(plans, key=lambda each: each.simulated_us):
+        made = _configuration(search, each, why)
+        if fits and made.memory_budget is not None and not any(graph.predicted.again_us for graph in each.plan.graphs):
+            found.append(made.model_copy(update={"memory_budget": None}))
+        found.append(made)
+    return tuple(found)
+
+
+def _configuration(search: JointSearch, found: FoundPlan, why: str) -> ChosenConfiguration:
     candidate, given = found.candidate, search.traces.options
     made = candidate.options(given)
     # With the loss outside, all forwards run first on any schedule; once it is part of the step, the default is better.
@@ -55,6 +130,9 @@ def _chosen(search: JointSearch, found: FoundPlan, refusal: Infeasible) -> Chose
         mesh=candidate.mesh or None, microbatches=candidate.microbatches, memory_budget=budget,
         schedule=candidate.schedule.name if named else None, virtual_stages=candidate.schedule.virtual_stages if named else 1,
         reason=f"{candidate}{on}, with {format_bytes(found.plan.memory.peak)} of {format_bytes(candidate.limit)} and "
-               f"{format_us(found.simulated_us)} a step as predicted, since placements alone do not fit ({refusal.what})"
-               f"{outside}",
+               f"{format_us(found.simulated_us)} a step as predicted, {why}{outside}",
         rejected=tuple(search.rejected))
+
+
+def _axes(mesh: dict[str, int] | None) -> str:
+    return " x ".join(f"{name} {size}" for name, size in (mesh or {}).items())

@@ -76,6 +76,8 @@ class JointSearch:
     """Number of configurations that the work limit left."""
     bounds_us: list[float] = field(default_factory=list)
     """Bounds of all configurations that were considered."""
+    below_us: float = math.inf
+    """Simulated step of a known plan: only what may be faster is planned."""
 
     def __post_init__(self) -> None:
         self.of_meshes = MeshCosts(self.traces, self.annotated, self.folded, self.cluster, self.allowance.seconds)
@@ -116,7 +118,7 @@ class JointSearch:
         unlikely = later = 0
         for candidate in candidates:
             best = self.best
-            if best is not None and candidate.us >= best.simulated_us:
+            if max(candidate.us, candidate.bound_us) >= (self.below_us if best is None else best.simulated_us):
                 self._skip(candidate, "its estimate is above the best plan")
             elif best is not None and self.allowance.is_over or self.allowance.left_s < -self.allowance.seconds:
                 self.unplanned += 1

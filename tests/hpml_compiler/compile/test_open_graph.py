@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 import hpml_compiler
 from hpml_compiler.runtime.optimizer.resident_memory import local
 from hpml_compiler.session import session
+from tests.helpers.measured_nodes import PINS, SLOW_US, measure
 
 EAGER: dict[str, Any] = {"compiler": "eager", "monitor": False}
 ODD = 33
@@ -101,11 +103,16 @@ def mixed(rank: int, words: list[str]) -> None:
     assert rank or any("without microbatches and stages" in each for each in words)
 
 
-def on_ranks(rank: int) -> None:
+def logged() -> list[str]:
     words: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: words.append(record.getMessage())
     logging.getLogger("hpml").addHandler(handler)
+    return words
+
+
+def on_ranks(rank: int) -> None:
+    words = logged()
     in_stages(rank, True, words, 2)
     in_stages(rank, False, words, 1)
     mixed(rank, words)
@@ -115,6 +122,60 @@ def test_a_budget_that_only_stages_meet(launch, tmp_path, monkeypatch):
     monkeypatch.setenv("HPML_CACHE", "1")
     monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path))
     launch(on_ranks, timeout_s=180)
+
+
+def completed(rank: int, pinned: dict[str, Any], mesh: dict[str, int], words: list[str]) -> None:
+    """A mesh that is pinned in part: the search completes it, evaluation follows, and the numbers are those of one device."""
+    hpml_compiler.reset()
+    del words[:]
+    model, tokens = GPT(12, 2), batch(4, 8)
+    expected = trained(GPT(12, 2), tokens, None)
+    numbers = trained(model, tokens, pinned)
+    plan = session.last_plan()
+    assert dict(plan.mesh) == mesh and len(plan.graphs) == 1
+    assert rank or sum(each.startswith("hpml chose") for each in words) == 1, words
+    for ours, theirs in zip(numbers, expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-13), (ours, theirs)
+    with torch.no_grad():
+        evaluated = torch.compile(model, backend="hpml", options={**EAGER, **pinned})(tokens[:2])
+    assert torch.isfinite(evaluated) and {tuple(each.mesh.items()) for each in session.last_plan().graphs} == {(*mesh.items(),)}
+
+
+def refused(pinned: dict[str, Any], why: str, trains: bool = True) -> None:
+    hpml_compiler.reset()
+    with torch.set_grad_enabled(trains), pytest.raises(Exception, match=why):
+        torch.compile(GPT(12, 1), backend="hpml", options={**EAGER, **pinned})(batch(4, 8))
+
+
+def with_pins(rank: int) -> None:
+    words = logged()
+    completed(rank, {"mesh": {"pp": 2}, "microbatches": 2, "schedule": "gpipe"}, {"pp": 2, "dp": 2}, words)
+    pipeline = session.last_plan().graphs[0].pipeline
+    assert pipeline is not None and pipeline.schedule == "gpipe"
+    refused({"mesh": {"x": 2}}, "multiplies to 2, but there are 4 ranks")
+    refused({"mesh": {"tp": 2}}, "the first training step decides about the others", trains=False)
+
+
+def test_a_mesh_that_is_pinned_in_part_is_completed(launch):
+    launch(with_pins, 4)
+
+
+def faster(rank: int, folder: str) -> None:
+    """On two nodes whose measured collectives are slow, two stages are chosen although everything fits."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # the ranks share no CPU
+    if rank == 0:
+        measure(SLOW_US).save(f"{folder}/cluster.json")
+    dist.barrier()
+    options = {**PINS, "costs": "measured", "cluster": f"{folder}/cluster.json"}
+    numbers = trained(GPT(96, 2), batch(16, 64), options)
+    assert dict(session.last_plan().mesh) == {"pp": 2}
+    for ours, theirs in zip(numbers, trained(GPT(96, 2), batch(16, 64), None), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-13), (ours, theirs)
+
+
+def test_stages_are_chosen_for_speed_where_prices_are_measured(launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path))
+    launch(faster, args=(str(tmp_path),))
 
 
 def test_a_budget_that_only_microbatches_meet_on_one_device(caplog):
