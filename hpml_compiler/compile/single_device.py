@@ -16,6 +16,7 @@ from hpml_compiler.compile.lower.lowering import Lowering, boxed
 from hpml_compiler.compile.open_graph import DECIDED, OpenGraph
 from hpml_compiler.compile.recovery.repeatable_graph import with_repeats
 from hpml_compiler.compile.wrapper.deferred_outputs import Compile, with_deferred_outputs
+from hpml_compiler.compile.wrapper.detached_outputs import with_detached_outputs
 from hpml_compiler.options import Options
 from hpml_compiler.runtime.install.unwrap_inputs import copy_for_set_data
 from hpml_compiler.runtime.optimizer.optimizer_offload import offload_state, watch_steps
@@ -27,6 +28,7 @@ from passes.tracing.joint_trace import decompositions
 from passes.transforms.cleanup.common_subexpressions import Deduplicate
 from passes.transforms.cleanup.pre_partition import TagPhases
 from passes.transforms.loss_chunks.chunk_loss import Chunks, chunk_loss, source_hash
+from passes.transforms.outputs.outputs_beside_loss import keep_results_as_saved
 
 
 def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options,
@@ -37,7 +39,10 @@ def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], option
     if options.offloads("optimizer"):
         offload_state((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), options.offload_folder or "")
         watch_steps()
-    compile_ = functools.partial(with_repeats, options=options, compile_=functools.partial(_compiled, deciding=deciding))
+    def repeated(graph: GraphModule, given: Sequence[Any], own: Options) -> Callable[..., Any]:
+        return with_repeats(graph, given, own, functools.partial(_compiled, deciding=deciding))
+
+    compile_ = functools.partial(with_detached_outputs, options=options, compile_=repeated, at_once=not _is_ours(options))
     if not options.shards_outputs or _is_ours(options) and whole is None:
         return compile_(gm, example_inputs)
     if whole is None or not _is_ours(options):
@@ -85,4 +90,5 @@ def _by_eager(gm: GraphModule, example_inputs: Sequence[Any], chunks: Chunks) ->
             return Lowering("eager").partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices)
 
         own = {"partition_fn": partition, "decompositions": decompositions("eager")}
-    return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler, **own)(gm, example_inputs)
+    forward = lambda graph, given: compiler(keep_results_as_saved(graph), given)  # noqa: E731
+    return compat.aot_autograd(fw_compiler=forward, bw_compiler=compiler, **own)(gm, example_inputs)

@@ -36,6 +36,7 @@ from passes.tracing.joint_trace import JointTrace, trace
 from passes.tracing.untraced_parts import UntracedPart
 from passes.transforms.loss_chunks.chunk_loss import Chunks
 from passes.transforms.loss_chunks.chunk_notes import noting_chunks
+from passes.transforms.outputs.outputs_beside_loss import detach_results, outputs_beside_loss
 from passes.transforms.outputs.split_outputs import copied_bytes, split_outputs
 
 log = logging.getLogger("hpml")
@@ -74,7 +75,10 @@ class TracedModel:
         split = split_outputs(gm) if defers_outputs(self.options) else None
         self._splits |= split is not None
         self._copied += copied_bytes(gm)
-        return None if split is None else split.whole
+        beside = outputs_beside_loss(gm) if self.alone else ()
+        whole = copy_graph(gm) if split is None and beside else None
+        detach_results(gm, beside)
+        return whole if split is None else split.whole
 
     @cached_property
     def whole(self) -> list[AnalyzedGraph]:

@@ -22,6 +22,7 @@ from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.graph.fx_nodes import on_cpus, returned_nodes
 from passes.serialization.serialized_graph import bare
 from passes.transforms.comm.prefetch_all_gather import starts_ahead
+from passes.transforms.outputs.outputs_beside_loss import keep_results_as_saved
 
 log = logging.getLogger("hpml")
 
@@ -97,6 +98,8 @@ class Lowering:
 
     def forward(self, gm: GraphModule, _whole: Any) -> Callable[[list[Any]], Any]:
         following, self.next = self.next, None
+        if not self.inductor:
+            keep_results_as_saved(gm)
         ahead, saved, agreed = Prefetch(), _names_returned(gm), self._agreed(gm)
         if following is not None:
             ahead = Prefetch(lambda: self._ahead(following, saved))

@@ -1,6 +1,7 @@
 """Compile a Dynamo graph again while the script runs, with other options."""
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,13 @@ class CompiledAgain:
     def is_possible(gm: GraphModule) -> bool:
         """True if all results are tensors."""
         return all(isinstance(node.meta.get("example_value"), torch.Tensor) for node in returned_nodes(gm) if node is not None)
+
+    def changed(self, change: Callable[[GraphModule], Any]) -> CompiledAgain:
+        """One for another version of the graph, with the same inputs and results."""
+        other = copy.copy(self)
+        other._graph = copy_graph(self._graph)
+        change(other._graph)
+        return other
 
     def compiled(self, options: Options) -> Call:
         """The graph, to be compiled with these options in its first call."""

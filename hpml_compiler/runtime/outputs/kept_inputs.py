@@ -65,7 +65,7 @@ class _KeptInput:
 
     def __init__(self, value: torch.Tensor, all_copies: AllCopies) -> None:
         self.value, self._all_copies = value, all_copies
-        self.version, self.sample = value._version, _sample(value)
+        self.version, self.sample = value._version, sample_of(value)
         self.through_data = False
         self.copied: torch.Tensor | None = None
 
@@ -75,7 +75,7 @@ class _KeptInput:
             return "it was changed in place since"
         if self.value.numel() and not self.value.untyped_storage().nbytes():
             return "its memory was freed"
-        if not _same(self.sample, _sample(self.value)):
+        if not same_values(self.sample, sample_of(self.value)):
             return "it was changed since, through another tensor over its memory"
         return None
 
@@ -84,7 +84,7 @@ class _KeptInput:
         if self.copied is None and self.changed() is None:
             key = id(self.value), self.version
             made = self._all_copies.get(key)
-            if made is None or not _same(self.sample, _sample(made)):
+            if made is None or not same_values(self.sample, sample_of(made)):
                 made = self._all_copies[key] = _copy(self.value, what)
             self.copied = made
 
@@ -144,7 +144,7 @@ class KeptInputs:
         return found
 
 
-def _sample(value: torch.Tensor) -> torch.Tensor:
+def sample_of(value: torch.Tensor) -> torch.Tensor:
     """Some of the values, evenly spread over the memory. An update by an optimizer changes some of them."""
     with torch.no_grad(), torch.inference_mode(False):
         plain = value.detach()
@@ -154,7 +154,7 @@ def _sample(value: torch.Tensor) -> torch.Tensor:
         return flat[::step if dense else 1].clone()
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal bit for bit, NaN included."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 

@@ -68,14 +68,15 @@ def _marking(first: Callable[..., Any]) -> Callable[..., Any]:
             return (None,) * len(ctx.needs_input_grad)
         with torch.no_grad():  # graphs write in place
             found = first(ctx, *gradients)
-        return tuple(_marked(x) if isinstance(x, torch.Tensor) else x for x in found)
+        return tuple(without_graph(x) if isinstance(x, torch.Tensor) else x for x in found)
 
     return backward
 
 
-def _marked(gradient: torch.Tensor) -> Any:
-    """Also one without a graph: in torch 2.11, backward of a compiled graph gives those where it reads no tensor that requires
-    gradients, as a step in microbatches does, and a penalty on them would be left out silently."""
+def without_graph(gradient: torch.Tensor) -> Any:
+    """A gradient that refuses second derivatives. Also one without a graph: in torch 2.11, backward of a compiled graph gives
+    those where it reads no tensor that requires gradients, as a step in microbatches does, and a penalty on them would be left
+    out silently."""
     if not gradient.requires_grad and (gradient.is_floating_point() or gradient.is_complex()):
         gradient = gradient.detach().requires_grad_()
     return _Marked.apply(gradient) if gradient.requires_grad else gradient

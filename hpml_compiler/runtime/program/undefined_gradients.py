@@ -6,7 +6,7 @@ decay weights that eager leaves unchanged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from passes.graph.graph_copy import copy_graph
 
 log = logging.getLogger("hpml")
 Call = Callable[..., Any]
-NODE = "CompiledFunctionBackward"
+NODE, _MISSING = "CompiledFunctionBackward", "_hpml_undefined_gradients"
 
 
 def with_undefined_gradients(gm: GraphModule, given: Sequence[Any]) -> Callable[[Call], Call]:
@@ -166,6 +166,7 @@ class _CallHooks:
     def __init__(self, missing: UndefinedGradients, node: Any) -> None:
         self.missing, self.follows = missing, False
         node.register_prehook(self.before)
+        setattr(node, _MISSING, missing)
 
     def before(self, arriving: Sequence[Any]) -> None:
         """Add the post-hook only where it is needed: it keeps all incoming gradients alive until it is called."""
@@ -177,6 +178,33 @@ class _CallHooks:
     def after(self, gradients: Sequence[Any], arriving: Sequence[Any]) -> tuple[Any, ...] | None:
         arrived = _arrived(arriving)
         return None if self.missing.drops(arrived) is False else self.missing.kept(arrived, gradients)
+
+
+@dataclass(frozen=True)
+class NodeGradients:
+    """The autograd node of a compiled graph, and the gradients that its backward gives for its edges."""
+
+    node: Any
+    gradients: Sequence[torch.Tensor | None]
+
+
+def gradients_of_node(results: Mapping[int, torch.Tensor], arriving: Mapping[int, torch.Tensor]) -> NodeGradients:
+    """Call backward of the graph that made these results, outside of autograd: no hooks run, and nothing is accumulated.
+    arriving: gradients at them."""
+    places = {k: place for k, x in results.items() if (place := _place_of(x)) is not None}
+    (node,) = {place[0] for place in places.values()}
+    edges = [torch.autograd.graph.GradientEdge(*place) for place in places.values()]
+    with compat.plain_torch_functions():
+        found = torch.autograd.grad([results[k] for k in places], edges, [arriving[k] for k in places], allow_unused=True)
+    sent = {place[1]: x for place, x in zip(places.values(), found, strict=True) if x is not None}
+    like = node._input_metadata
+    given = [sent[k] if k in sent else torch.zeros(each.shape, dtype=each.dtype, device=each.device)
+             for k, each in enumerate(like)]
+    gradients = compat.keeping_no_graph(lambda: node.apply(*given))
+    missing: UndefinedGradients | None = getattr(node, _MISSING, None)
+    if missing is not None and missing.drops(frozenset(sent)) is not False:
+        gradients = missing.kept(frozenset(sent), gradients)
+    return NodeGradients(node, gradients)
 
 
 def _arrived(arriving: Sequence[Any]) -> frozenset[int]:

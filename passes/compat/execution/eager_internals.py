@@ -234,3 +234,31 @@ def set_cpp_log_level(level: int) -> int | None:
 def keeps_graph() -> bool:
     """True if the running backward was called with retain_graph=True, so that it may run again."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def keeping_no_graph(compute: Callable[[], Any]) -> Any:
+    """The result of a function that calls backward of a compiled graph for the only time: that graph may overwrite what it
+    saved, even where the running backward keeps its own."""
+    if not keeps_graph():
+        return compute()
+    found: list[Any] = []
+    start = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        end = _InBackward.apply(start, lambda: found.append(compute()))
+    torch.autograd.grad(end, start)
+    return found[0]
+
+
+class _InBackward(torch.autograd.Function):
+    """Calls a function in a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, call: Callable[[], Any]) -> torch.Tensor:
+        ctx.call = call
+        return start.detach()
+
+    @staticmethod
+    @torch.no_grad()
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.call()
+        return gradients[0], None
