@@ -157,10 +157,18 @@ def _check_rows(rows: Mapping[str, tuple[int, ...]] | str, others: Mapping[str, 
                              "microbatches: give multiples of that")
 
 
+def _check_redundancy(redundancy: int, others: Mapping[str, Any]) -> None:
+    if redundancy and any(map(rank_of, (others.get("compress") or {}).values())):
+        raise ValueError("the state of PowerSGD is not copied to other ranks: leave redundancy or compress out")
+    if redundancy and others.get("local_steps"):
+        raise ValueError("parameters of replicas that train apart are not copied: leave redundancy or local_steps out")
+
+
 CHECKS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "rows": _check_rows, "recompute": _check_recompute, "zero": _check_zero, "offload": _check_offload,
     "schedule": _check_stages, "virtual_stages": _check_stages, "compress": _check_compress,
     "local_steps": _check_local_steps, "outer_optimizer": _check_outer,
+    "redundancy": _check_redundancy,
 }
 """By option, the check of its value against the options before it. They raise ValueError."""
 

@@ -48,21 +48,17 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     compiler: Literal["inductor", "eager"] = Field(
-        "inductor", description='compiler of the rewritten graphs: "inductor", or "eager" for fast tests and debugging'
-    )
+        "inductor", description='compiler of the rewritten graphs: "inductor", or "eager" for fast tests and debugging')
     mesh_order: Names | None = Field(
         None, description="order of the mesh axes, from the outermost (ranks farthest apart) to the innermost (adjacent "
-        'ranks), such as ["tp", "dp"]; by default pp comes first, then dp, then other axes as given, then tp'
-    )
+        'ranks), such as ["tp", "dp"]; by default pp comes first, then dp, then other axes as given, then tp')
     mesh: AxisSizes | None = Field(
         None, validate_default=True,
         description='sizes of the mesh axes, such as {"dp": 2, "tp": 2}; their product is the number of ranks, or divides it: '
-        "the rest is chosen. dp shards the batch, tp weights and other dims, pp holds stages; for other names hpml decides",
-    )
+        "the rest is chosen. dp shards the batch, tp weights and other dims, pp holds stages; for other names hpml decides",)
     memory_budget: Budget | None = Field(
         None, description='memory limit per device in bytes: an integer, or text such as "64MiB" or "24GB"; or a '
-        'fraction of device memory, such as 0.8 or "80%"; activations that do not fit are recomputed in backward'
-    )
+        'fraction of device memory, such as 0.8 or "80%"; activations that do not fit are recomputed in backward')
     recompute: RecomputeByBlock = Field(
         default_factory=dict, description='activations that blocks (such as layers) recompute in backward: "auto" decides by '
         'cost; "none" saves all; "selective" recomputes the inside of attention; "full" saves nothing but the inputs of each '
@@ -154,6 +150,9 @@ class Options(BaseModel):
     on_oom: Literal["raise", "replan"] = Field(
         "raise", description='when a step runs out of memory: "raise" the error, or "replan": repeat it under a plan made with '
         "the measured figures, with more recomputation, microbatches or offloading")
+    redundancy: int = Field(
+        0, ge=0, description="ranks that hold a copy of what each rank has of sharded parameters and optimizer state, "
+        "in memory, on other nodes first; under `hpml run --elastic`, all is put together from them when a rank is lost")
     monitor: bool = Field(True, description="compare measured step time and memory with the prediction")
     tensorboard: Folder | None = Field(None, description="folder to write that comparison to, as TensorBoard scalars")
     _chosen: frozenset[str] = PrivateAttr(frozenset())

@@ -6,6 +6,7 @@ Tensors are named `model/<name>`, `optimizer/<parameter>.<key>`, `compression/<p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,17 @@ from passes.errors import BadInput
 from passes.session_state import state_of
 
 CALLED = "hpml_compiler.Checkpointer"
+
+
+@dataclass(frozen=True)
+class ChangingState:
+    """State besides parameters and the optimizers' tensors. tensors: by full name, not copied; state: JSON of the model,
+    schedulers and extras; groups: options of the optimizers' groups; own: of this rank."""
+
+    tensors: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    groups: list[list[dict[str, Any]]]
+    own: dict[str, Any]
 
 
 class RunState:
@@ -50,12 +62,7 @@ class RunState:
         compression: also the state of PowerSGD and of replicas; all ranks must call it then."""
         self._check_memory()
         encoder = StateEncoder()
-        state: dict[str, Any] = {"model": {}}
-        for name, value in _own_names(self.model.state_dict()).items():
-            if isinstance(value, torch.Tensor):
-                encoder.tensors[f"model/{name}"] = value
-            else:
-                state["model"][name] = encoder.encode(value, f"extra/model.{name}")
+        state: dict[str, Any] = {"model": _model_state(self.model.state_dict(), encoder)}
         if compression:
             encoder.tensors.update((f"compression/{name}", each) for name, each in compression_tensors(self.model).items())
         state["optimizers"] = [self._optimizer_state(k, encoder) for k in range(len(self.optimizers))]
@@ -63,13 +70,34 @@ class RunState:
             own_tensors, replicas = replica_tensors(encoder.tensors, self.model, self.optimizers)
             encoder.tensors.update(own_tensors)
             state |= {"replicas": replicas} if replicas else {}
-        state["schedulers"] = [encoder.encode(each.state_dict(), f"extra/scheduler{k or ''}")
-                               for k, each in enumerate(self.schedulers)]
-        state["extra"] = {name: encoder.encode(each.state_dict(), f"extra/{name}") for name, each in self.extra.items()}
+        state |= self._others(encoder)
+        return encoder.tensors, state, self._own()
+
+    def collect_changing(self) -> ChangingState:
+        """The state that changes outside of an optimizer's step, too. Takes a fourth of the time of `collect`."""
+        encoder = StateEncoder()
+        values = self.model.state_dict(keep_vars=True)
+        rest = {name: value for name, value in values.items() if not isinstance(value, torch.nn.Parameter)}
+        state = {"model": _model_state(rest, encoder)}
+        groups = [self._groups(k, encoder) for k in range(len(self.optimizers))]
+        state |= self._others(encoder)
+        return ChangingState(encoder.tensors, state, groups, self._own())
+
+    def _others(self, encoder: StateEncoder) -> dict[str, Any]:
+        return {"schedulers": [encoder.encode(each.state_dict(), f"extra/scheduler{k or ''}")
+                               for k, each in enumerate(self.schedulers)],
+                "extra": {name: encoder.encode(each.state_dict(), f"extra/{name}") for name, each in self.extra.items()}}
+
+    def _own(self) -> dict[str, Any]:
         own: dict[str, Any] = {"random": random_states()}
         if self.loader is not None:
             own["loader"] = StateEncoder(inline=True).encode(self.loader.state_dict(), "loader")
-        return encoder.tensors, state, own
+        return own
+
+    def _groups(self, index: int, encoder: StateEncoder) -> list[dict[str, Any]]:
+        return [encoder.encode({key: value for key, value in group.items() if key not in ("params", "param_names")},
+                               f"{self._folder_of(index)}/group{k}")
+                for k, group in enumerate(self.optimizers[index].param_groups)]
 
     def _optimizer_state(self, index: int, encoder: StateEncoder) -> dict[str, Any]:
         """Groups with their options and the names of their parameters, and the state by name of the parameter."""
@@ -77,14 +105,17 @@ class RunState:
         names, content = self._parameter_names(optimizer), optimizer.state_dict()
         keys = [key for group in content["param_groups"] for key in group["params"]]
         name_of = dict(zip(keys, (name for group in names for name in group), strict=True))
-        groups = [encoder.encode({key: value for key, value in group.items() if key not in ("params", "param_names")},
-                                 f"{folder}/group{k}") for k, group in enumerate(content["param_groups"])]
+        groups = self._groups(index, encoder)
         state = {name_of.get(key, key): encoder.encode(value, f"{folder}/{name_of.get(key, key)}")
                  for key, value in content["state"].items()}
         return {"groups": groups, "names": names, "state": state}
 
     def _folder_of(self, index: int) -> str:
         return "optimizer" if len(self.optimizers) == 1 else f"optimizer{index}"
+
+    def parameter_names(self) -> list[str]:
+        """Names of the model's parameters, those of tied ones too."""
+        return list(_own_names(dict(self.model.named_parameters(remove_duplicate=False))))
 
     def _parameter_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         known: dict[int, str] = {}
@@ -196,6 +227,17 @@ class RunState:
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if isinstance(value, torch.Tensor) and getattr(held.get(key), "dtype", value.dtype) != value.dtype:
                     held[key] = value.to(held[key].device)
+
+
+def _model_state(values: Mapping[str, Any], encoder: StateEncoder) -> dict[str, Any]:
+    """Values of a model's state dict: tensors go to the encoder; returns the others as JSON."""
+    others = dict[str, Any]()
+    for name, value in _own_names(values).items():
+        if isinstance(value, torch.Tensor):
+            encoder.tensors[f"model/{name}"] = value
+        else:
+            others[name] = encoder.encode(value, f"extra/model.{name}")
+    return others
 
 
 def _own_names(values: Mapping[str, Any]) -> dict[str, Any]:

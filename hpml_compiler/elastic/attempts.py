@@ -2,21 +2,25 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 from hpml_compiler.checkpoints.checkpointer import Checkpointer
-from hpml_compiler.elastic.kept_state import HeldState, KeptState, sent_from
+from hpml_compiler.elastic.kept_state import KeptState
 from hpml_compiler.elastic.membership import Membership
+from hpml_compiler.elastic.restoration import Restoration
+from hpml_compiler.elastic.state_copies import StateCopies
 from hpml_compiler.elastic.world_change import form_world, leave_world
 from hpml_compiler.run_recording.recorder import open_monitor
 from hpml_compiler.runtime.install.plain_parameters import make_plain
-from hpml_compiler.runtime.process.world_group import from_all_ranks, this_rank
+from hpml_compiler.runtime.process.world_group import from_all_ranks, this_rank, world_size
 from hpml_compiler.runtime.watchdog.attribution import is_distributed
 from hpml_compiler.runtime.watchdog.heartbeat import LossNotice
 from hpml_compiler.runtime.watchdog.rank_status import RankStatus
+from hpml_compiler.session.session import current
 from passes.errors import BadInput, HpmlError
 from passes.session_state import state, state_of
 
@@ -39,7 +43,8 @@ def attempts(checkpointer: Checkpointer, steps: int) -> Iterator[Attempt]:
     Calls `checkpointer.resume()` before the first and `checkpointer.step(step)` after each one. Under `hpml run --elastic`, if
     another rank is lost in a step, the error does not leave the `with`: this process forms a group with the others that are
     left, compiles the model for their number, and the next attempt repeats the step, from the state of the last completed step
-    where a rank has all of it, else from the newest checkpoint. All other errors are raised.
+    where a rank has all of it, or ranks have all parts (`redundancy`), else from the newest checkpoint. All other errors are
+    raised.
     """
     membership = Membership.of_launcher()
     run = _Run(checkpointer, membership)
@@ -77,7 +82,9 @@ class _Run:
     def __init__(self, checkpointer: Checkpointer, membership: Membership | None) -> None:
         self.checkpointer, self.membership = checkpointer, membership
         self.kept: KeptState | None = None
+        self.copies = list[StateCopies]()  # of this generation of ranks; before them, of an earlier one until these are there
         self._batches: Iterator[Any] | None = None
+        self._warned = False
 
     def attempts(self, steps: int) -> Iterator[Attempt]:
         if self.membership is not None and self.membership.joins:
@@ -105,9 +112,10 @@ class _Run:
             done += attempt.done
 
     def complete(self, done: int) -> None:
-        """Note that a step is completed, and save a checkpoint where it is due."""
+        """Note that a step is completed, copy its state, and save a checkpoint where it is due."""
         self._keep(done)
         try:
+            self._copy()
             self.checkpointer.step(done - 1)
         except Exception as error:
             if not self.is_of_lost_rank(error):
@@ -118,6 +126,24 @@ class _Run:
             if self.kept is not None:
                 self.kept.close()
             self.kept = KeptState(self.checkpointer.run_state, done)
+
+    def _copy(self) -> None:
+        """Begin to send copies of sharded state to other ranks."""
+        redundancy, membership = current().redundancy, self.membership
+        if not redundancy or world_size() == 1:
+            return
+        if membership is None:
+            if not self._warned and this_rank() == 0:
+                log.warning("redundancy: %d has no effect without `hpml run --elastic`", redundancy)
+            self._warned = True
+            return
+        if not self.copies or self.copies[-1].generation != membership.generation:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+            self.copies.append(StateCopies(membership.generation, redundancy, local))
+        assert self.kept is not None
+        self.copies[-1].copy(self.kept)
+        if self.copies[-1].is_complete:
+            del self.copies[:-1]
 
     def next_batch(self) -> Any:
         loader = self.checkpointer.run_state.loader
@@ -170,6 +196,8 @@ class _Run:
         begun = time.monotonic()
         state_of(RankStatus).failed = ""  # not all ranks failed in this call: that is known
         kept, is_there = self.kept, self.kept is not None and self.kept.is_there()
+        for each in self.copies:
+            each.settle()
         self._batches = None  # it is past the position that is restored
         self.checkpointer.give_up_saves()
         run = self.checkpointer.run_state
@@ -207,29 +235,17 @@ class _Run:
         return done
 
     def _restored(self, is_there: bool) -> tuple[int, str]:
-        """Restore the state of the latest step that some rank has all of, or the newest checkpoint. Returns the number of steps
-        that are done, and the source."""
-        run, kept = self.checkpointer.run_state, self.kept
-        mine = (kept.done, kept.own) if kept is not None and is_there else None
-        all_of = from_all_ranks(mine)
-        found = [each[0] for each in all_of if each is not None]
-        if not found:
-            done = self.checkpointer.resume()
-            if not done:
-                raise StateLost("no rank that is left has the whole state of the run, and there is no checkpoint", WHERE,
-                                "save checkpoints more often, or store parameters and optimizer state whole: zero=0")
-            return done, "the checkpoint"
-        latest = max(found)
-        has = [each is not None and each[0] == latest for each in all_of]
-        source = has.index(True)
-        # Ranks without that state take the random states of the first that has it.
-        known = {rank: each[1] for rank, each in enumerate(all_of) if each is not None and each[0] == latest}
-        own = [known.get(rank, known[source]) for rank in range(len(all_of))]
-        held: HeldState | None = kept.held(own) if kept is not None and has[this_rank()] else None
-        if not all(has):
-            held = sent_from(source, held)
-        assert held is not None
-        held.restore(run)
-        return latest, "memory"
-
-
+        """Restore the latest state that is in memory, or the newest checkpoint. Returns the number of steps that are done, and
+        the source."""
+        restoration = Restoration(self.kept if is_there else None, self.copies)
+        held, reason = restoration.found(), restoration.reason()
+        if held is not None:
+            self.copies = [each for each in self.copies if each.is_complete]
+            held.restore(self.checkpointer.run_state)
+            return held.step, "memory"
+        self.copies = []
+        done = self.checkpointer.resume()
+        if not done:
+            raise StateLost("no ranks that are left have the whole state of the run, and there is no checkpoint", WHERE,
+                            "save checkpoints more often; with redundancy: 1, one other rank has a copy of each rank's state")
+        return done, f"the checkpoint ({reason})" if reason else "the checkpoint"

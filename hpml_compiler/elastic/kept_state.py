@@ -46,29 +46,51 @@ class HeldState:
         run.restore(cast("CheckpointReader", self))
 
 
+@dataclass
+class StepState:
+    """State after a step without parameters and the optimizers' tensors. state: as JSON; tensors: copies by full name; own: of
+    this rank alone. groups: options of the optimizers' groups. optimizers: all else of the optimizers, as JSON."""
+
+    done: int
+    state: dict[str, Any]
+    groups: list[list[dict[str, Any]]]
+    tensors: dict[str, torch.Tensor]
+    own: dict[str, Any]
+    optimizers: list[dict[str, Any]] | None = None
+
+    def held(self, live: Mapping[str, torch.Tensor], ranks: Sequence[dict[str, Any]]) -> HeldState:
+        """All of the state. live: parameters and the optimizers' tensors, whole. ranks: own states of the ranks."""
+        assert self.optimizers is not None
+        optimizers = [{**each, "groups": groups} for each, groups in zip(self.optimizers, self.groups, strict=True)]
+        return HeldState(self.done, {**self.state, "optimizers": optimizers, "ranks": list(ranks)}, {**live, **self.tensors})
+
+
 class KeptState:
     """State of a run when `done` steps were completed.
 
-    Parameters and the optimizers' tensors are not copied: they change in an optimizer's step alone. All else is: buffers,
+    Parameters and the optimizers' tensors are not copied: they change in an optimizer's step alone. All else is: whole buffers,
     random states, schedulers, position in the data, and what the script adds. `is_there` tells whether parameters and
-    optimizers still are what they were. To be closed when the next one is made.
+    optimizers still are what they were. To be closed when the next one is made. identity: equal while tensors that are not
+    copied have the same memory and placements. has_numbers: the optimizers' state has values that are no tensors.
     """
 
     def __init__(self, run: RunState, done: int) -> None:
-        self.done, self._run, self._stepped = done, run, False
-        tensors, self._state, self.own = run.collect(compression=False)
-        self._parameters = {f"model/{name}" for name, _ in run.model.named_parameters(remove_duplicate=False)}
+        self._run, self._stepped = run, False
+        changing = run.collect_changing()
         with compat.plain_torch_functions(), torch.no_grad():
-            self.is_whole = all(map(is_whole, tensors.values())) and not (state_of(LowRankStates) or state_of(ReplicaAverages))
-            self._copies = {name: _local(each).clone() for name, each in tensors.items() if not self._is_live(name)}
-            self._versions = self._versions_of(tensors)
+            copies = {name: _local(each).clone() for name, each in changing.tensors.items() if is_whole(each)}
+            parts = [each for each in changing.tensors.values() if not is_whole(each)]
+            live, self.has_numbers = _live_tensors(run)
+            self.is_whole = not (parts or state_of(LowRankStates) or state_of(ReplicaAverages)) and all(map(is_whole, live))
+            self._versions = [_local(each)._version for each in live]
+            self.identity = [(_local(each).data_ptr(), each.shape, getattr(each, "_spec", None)) for each in (*live, *parts)]
+        self._parts = {name for name in changing.tensors if name not in copies}
+        self.step = StepState(done, changing.state, changing.groups, copies, changing.own)
         self._hook = register_optimizer_step_pre_hook(self._steps)
 
-    def _is_live(self, name: str) -> bool:
-        return name.replace("_orig_mod.", "") in self._parameters or name.startswith("optimizer")
-
-    def _versions_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        return {name: _local(each)._version for name, each in tensors.items() if self._is_live(name)}
+    @property
+    def done(self) -> int:
+        return self.step.done
 
     def _steps(self, *_: Any) -> None:
         self._stepped = True
@@ -80,15 +102,37 @@ class KeptState:
         """True if this rank has all of the state, unchanged. To be asked before parameters become plain."""
         if self._stepped or not self.is_whole or state_of(LowRankStates) or state_of(ReplicaAverages):
             return False
-        tensors, _, _ = self._run.collect(compression=False)
         with compat.plain_torch_functions():
-            return all(map(is_whole, tensors.values())) and self._versions_of(tensors) == self._versions
+            live, _ = _live_tensors(self._run)
+            return all(map(is_whole, live)) and [_local(each)._version for each in live] == self._versions
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Tensors that are not copied by full name: parameters, the optimizers' tensors, and sharded buffers."""
+        tensors, state, _ = self._run.collect(compression=False)
+        self.step.optimizers = state["optimizers"]
+        live = {*self._parts, *(f"model/{name}" for name in self._run.parameter_names())}
+        return {name: each for name, each in tensors.items()
+                if name not in self.step.tensors and (name in live or name.startswith("optimizer"))}
 
     def held(self, own: Sequence[dict[str, Any]]) -> HeldState:
         """The state, when parameters are plain. own: states of the ranks that are there now."""
-        tensors, _, _ = self._run.collect(compression=False)
-        live = {name: each for name, each in tensors.items() if self._is_live(name)}
-        return HeldState(self.done, {**self._state, "ranks": list(own)}, {**live, **self._copies})
+        return self.step.held(self.named(), own)
+
+
+def _live_tensors(run: RunState) -> tuple[list[torch.Tensor], bool]:
+    """Parameters and the optimizers' tensors, in one order, and whether the optimizers' state has other things, too."""
+    found: list[torch.Tensor] = [*run.model.parameters()]
+    has_numbers = False
+    for optimizer in run.optimizers:
+        for state in optimizer.state.values():
+            for value in state.values() if isinstance(state, dict) else (state,):
+                if isinstance(value, torch.Tensor):
+                    found.append(value)
+                else:
+                    leaves = compat.pytree.tree_leaves(value)
+                    found += [each for each in leaves if isinstance(each, torch.Tensor)]
+                    has_numbers = True
+    return found, has_numbers
 
 
 def sent_from(source: int, held: HeldState | None) -> HeldState:

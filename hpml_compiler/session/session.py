@@ -51,6 +51,8 @@ class Session:
     rejected: list[MeshAttempt] = field(default_factory=list)
     options: Options = field(default_factory=lambda: Options.parse(None))
     cluster: str = ""
+    redundancy: int = 0
+    """Ranks that are to hold a copy of each rank's state, as the options of any graph ask for."""
     looked: bool = False
     quick: CachedMeasurements | None = None
     """Quick profile of these devices (`hpml_compiler.profile.quick_profile`), if there is no full profile."""
@@ -82,6 +84,7 @@ class Session:
         else:
             self.unplanned[self.next_name()] = record
         self.options, self.cluster = options, cluster
+        self.redundancy = max(self.redundancy, options.redundancy)
         self.rejected.extend(rejected)
 
     def device_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:

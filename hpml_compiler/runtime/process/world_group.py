@@ -92,6 +92,11 @@ def check_group() -> dist.ProcessGroup:
     return _host_group("check")
 
 
+def copies_group() -> dist.ProcessGroup:
+    """Like `control_group`, for copies of state that are in flight during a step."""
+    return _host_group("copies")
+
+
 def memory_group() -> dist.ProcessGroup:
     """Like `control_group`, for the agreement at the end of each call of a graph, also inside of a compilation."""
     return _host_group("memory")

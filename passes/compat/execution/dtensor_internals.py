@@ -5,7 +5,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -56,8 +56,19 @@ def as_interned(spec: Any) -> Any:
 
 
 def forget_interned_specs() -> None:
-    """Clear the table: parameters placed from now on share nothing with earlier ones."""
+    """Clear the table, and what DTensor has cached by mesh: parameters placed from now on share nothing with earlier ones.
+
+    A mesh equals another of the same ranks, also where this process's rank in it, or its process groups, are others: a result
+    would have the mesh of before, and so the block of another rank.
+    """
     state_of(_InternedSpecs).clear()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor._api import DTensor
+        from torch.distributed.tensor._redistribute import _gen_transform_infos
+
+        cast("Any", DTensor)._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+        getattr(_gen_transform_infos, "cache_clear", lambda: None)()
 
 
 def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,4 +1,5 @@
-"""OUT STEPS PLACE OPTIONS: a run of three ranks, of which rank 1 kills itself at a place of step 5. Writes a line per step."""
+"""OUT STEPS PLACE OPTIONS [RANKS]: a run of three ranks, of which some (1) kill themselves at a place of step 5. Writes a line
+per step."""
 from __future__ import annotations
 
 import json
@@ -49,8 +50,8 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: Path, steps: int, place: str = "", options: dict[str, Any] | None = None) -> None:
-    member, dies = os.environ.get("HPML_ELASTIC_ID", "0"), os.environ.get("HPML_ELASTIC_ID") == "1"
+def train(folder: Path, steps: int, place: str = "", options: dict[str, Any] | None = None, lost: str = "1") -> None:
+    member, dies = os.environ.get("HPML_ELASTIC_ID", "0"), os.environ.get("HPML_ELASTIC_ID", "none") in lost.split(",")
     torch.manual_seed(0)
     model = Elastic()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -85,4 +86,4 @@ def train(folder: Path, steps: int, place: str = "", options: dict[str, Any] | N
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
+    train(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]), *sys.argv[5:])

@@ -16,29 +16,36 @@ from tests.hpml_compiler.elastic.elastic_train import KILLED_AT, train
 
 STEPS, TOLERANCE = 9, 1e-5
 WHOLE, SHARDED = {"compiler": "eager", "zero": 0}, {"compiler": "eager", "zero": 3}
+COPIED = {**SHARDED, "redundancy": 1}
 
 
-@pytest.mark.parametrize(("place", "options", "source", "replace"), [
-    ("backward", WHOLE, "memory, after step 5", False),
-    pytest.param("forward", WHOLE, "memory, after step 5", False, marks=pytest.mark.slow),
-    pytest.param("optimizer", WHOLE, "memory, after step", True, marks=pytest.mark.slow),
-    pytest.param("backward", SHARDED, "the checkpoint, after step 3", False, marks=pytest.mark.slow),
+LOST = "the checkpoint (rank 1 is lost with the copies of its state), after step 3"
+
+
+@pytest.mark.parametrize(("place", "options", "source", "lost", "replace"), [
+    ("backward", COPIED, "memory, after step 5", "1", False),
+    pytest.param("backward", WHOLE, "memory, after step 5", "1", False, marks=pytest.mark.slow),
+    pytest.param("forward", WHOLE, "memory, after step 5", "1", False, marks=pytest.mark.slow),
+    pytest.param("optimizer", WHOLE, "memory, after step", "1", True, marks=pytest.mark.slow),
+    pytest.param("optimizer", COPIED, "memory, after step", "1", True, marks=pytest.mark.slow),
+    pytest.param("backward", SHARDED, "the checkpoint, after step 3", "1", False, marks=pytest.mark.slow),
+    pytest.param("backward", COPIED, LOST, "1,2", False, marks=pytest.mark.slow),
 ])
-def test_survivors_go_on(tmp_path: Path, place: str, options: dict, source: str, replace: bool) -> None:
-    steps = 40 if replace else STEPS
-    flags = ["--elastic", "--nproc", "3", "--max-restarts", "1", *(["--replace"] if replace else [])]
+def test_survivors_go_on(tmp_path: Path, place: str, options: dict, source: str, lost: str, replace: bool) -> None:
+    steps, left = 40 if replace else STEPS, {"0", "1", "2"} - {*lost.split(",")}
+    flags = ["--elastic", "--nproc", "3", "--max-restarts", "2", *(["--replace"] if replace else [])]
     ran = subprocess.run([sys.executable, "-m", "hpml_compiler.cli", "run", *flags, elastic_train.__file__, str(tmp_path),
-                          str(steps), place, json.dumps(options)], capture_output=True, text=True, timeout=100,
+                          str(steps), place, json.dumps(options), lost], capture_output=True, text=True, timeout=100,
                          env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert ran.returncode == 0 and "not split" not in ran.stderr, ran.stderr[-6000:]
-    assert f"go on with 2 ranks from {source}" in ran.stderr, ran.stderr[-6000:]
+    assert ran.returncode == 0 and (len(left) == 1 or "not split" not in ran.stderr), ran.stderr[-6000:]
+    assert f"go on with {len(left)} ranks from {source}" in ran.stderr, ran.stderr[-6000:]
     train(tmp_path, steps)
     alone = _lines(tmp_path, "_alone")
-    for member in ("0", "2"):
+    for member in left:
         lines = _lines(tmp_path, member)
         assert len({pid for _, _, pid, _, _ in lines}) == 1, "the process of before"
         assert [step for step, *_ in lines][-1] == alone[-1][0]
-        assert replace or {step for step, _, _, ranks, _ in lines if ranks == 2} >= {*range(KILLED_AT, steps)}
+        assert replace or {step for step, _, _, ranks, _ in lines if ranks == len(left)} >= {*range(KILLED_AT, steps)}
         for step, loss, *_ in lines:
             assert loss == pytest.approx(alone[step][1], rel=TOLERANCE)
     assert ("go on with 3 ranks from memory" in ran.stderr and (tmp_path / "losses3").exists()) == replace

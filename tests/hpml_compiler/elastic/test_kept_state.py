@@ -42,7 +42,7 @@ def test_what_a_step_has_changed(tmp_path: Path) -> None:
     run.forward_and_backward()  # changes BatchNorm's buffers and draws a mask
     assert kept.is_there()
     assert any(not torch.equal(a, b) for a, b in zip(before, run.state(), strict=True))
-    kept.held([kept.own]).restore(run.checkpointer.run_state)
+    kept.held([kept.step.own]).restore(run.checkpointer.run_state)
     _assert_equal(run.state(), before)
 
     kept.close()
