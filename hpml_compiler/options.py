@@ -55,7 +55,7 @@ class Options(BaseModel):
     mesh: AxisSizes | None = Field(
         None, validate_default=True,
         description='sizes of the mesh axes, such as {"dp": 2, "tp": 2}; their product is the number of ranks, or divides it: '
-        "the rest is chosen. dp shards the batch, tp weights and other dims, pp holds stages; for other names hpml decides",)
+        "the rest is chosen. dp shards the batch, tp weights and other dims, pp holds stages; for other names hpml decides")
     memory_budget: Budget | None = Field(
         None, description='memory limit per device in bytes: an integer, or text such as "64MiB" or "24GB"; or a '
         'fraction of device memory, such as 0.8 or "80%"; activations that do not fit are recomputed in backward')

@@ -18,7 +18,7 @@ from hpml_compiler.run_recording.recorder import open_monitor
 from hpml_compiler.runtime.install.plain_parameters import make_plain
 from hpml_compiler.runtime.process.world_group import from_all_ranks, this_rank, world_size
 from hpml_compiler.runtime.watchdog.attribution import is_distributed
-from hpml_compiler.runtime.watchdog.heartbeat import LossNotice
+from hpml_compiler.runtime.watchdog.heartbeat import LossNotice, RankLost
 from hpml_compiler.runtime.watchdog.rank_status import RankStatus
 from hpml_compiler.session.session import current
 from passes.errors import BadInput, HpmlError
@@ -116,7 +116,9 @@ class _Run:
         self._keep(done)
         try:
             self._copy()
+            self.say("waits")
             self.checkpointer.step(done - 1)
+            self.say("steps")
         except Exception as error:
             if not self.is_of_lost_rank(error):
                 raise
@@ -170,8 +172,9 @@ class _Run:
         """True if the launcher has lost a rank, so that this error is a consequence."""
         if self.membership is None:
             return False
-        communicates = is_distributed(error) or isinstance(error, HpmlError)
-        return self.membership.changed or communicates and self.membership.changes_soon()
+        failed = is_distributed(error) or isinstance(error, RankLost)
+        communicates = failed or isinstance(error, HpmlError)
+        return self.membership.changed or communicates and self.membership.changes_soon(failed)
 
     def _all_are_done(self) -> bool:
         """Meet all ranks after the last step. False if one was lost before."""

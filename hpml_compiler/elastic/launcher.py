@@ -1,8 +1,9 @@
 """Launcher of `hpml run --elastic`: starts the ranks of one node, and lets the others go on when one is lost.
 
 torchrun's agent ends all ranks when one has failed. This one announces the members that are left in its store (see
-`membership`), and may start another process in the place of a lost one. It restarts all ranks where one is lost while another
-is not in its steps.
+`membership`), and may start another process in the place of a lost one. A rank that hangs is ended: one that is in a step, and
+whose collectives have not failed with those of the others. It restarts all ranks where one is lost while another is not in its
+steps.
 """
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hpml_compiler.elastic.membership import FIRST, ID, JOINS, PREFIX
+from hpml_compiler.elastic.membership import FIRST, HUNG_S, ID, JOINS, PREFIX
 from passes import compat
 from passes.errors import BadInput
 
@@ -48,9 +49,12 @@ class MemberProcess:
     number: int
     process: subprocess.Popen[bytes]
     error_file: Path
+    hung: bool = False
 
     def ending(self) -> str:
         code, word = self.process.returncode, {}
+        if self.hung:
+            return f"hung: its collectives did not fail within {HUNG_S:.0f} s of those of the others; its process was ended"
         if self.error_file.is_file():
             word = json.loads(self.error_file.read_text() or "{}")
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -68,6 +72,7 @@ class ElasticLauncher:
         self._members: list[MemberProcess] = []
         self._joining: list[MemberProcess] = []
         self._received = 0
+        self._failed_at = 0.0
 
     def run(self) -> int:
         """Run until all ranks have ended; returns the exit code: of the rank whose loss ended the run, 128 + N for signal N."""
@@ -92,6 +97,7 @@ class ElasticLauncher:
                 return 128 + self._received
             self._members = [each for each in self._members if each.process.poll() != 0]
             self._joining = [each for each in self._joining if self._is_wanted(each)]
+            self._end_hung()
             lost = [each for each in self._members if each.process.poll() is not None]
             if lost and (code := self._lost(lost, folder)):
                 return code
@@ -118,7 +124,7 @@ class ElasticLauncher:
             self._end_all(signal.SIGTERM)
             return code if code > 0 else 128 - code
         states = {self._state(each) for each in left}
-        together = "steps" in states and states <= {"steps", "joins"}
+        together = bool(states & {"steps", "waits"}) and states <= {"steps", "waits", "joins"}
         self._restarts -= len(lost) if together else 1
         if not together:
             log.error("%s; all ranks are restarted", places)
@@ -134,11 +140,11 @@ class ElasticLauncher:
     def _start_all(self, folder: Path) -> None:
         self._server = compat.loopback_store()  # process groups of ranks that were ended leave their addresses in a store
         self._store: Any = compat.store_below(PREFIX, self._server)
-        self._generation += 1
+        self._generation, self._failed_at = self._generation + 1, 0.0
         self._members = [self._start(folder, rank, self._ranks) for rank in range(self._ranks)]
 
     def _announce(self, members: list[MemberProcess]) -> None:
-        self._members, self._generation = members, self._generation + 1
+        self._members, self._generation, self._failed_at = members, self._generation + 1, 0.0
         self._store.set(f"members/{self._generation}", json.dumps([each.number for each in members]))
 
     def _start(self, folder: Path, rank: int, ranks: int, joins: bool = False) -> MemberProcess:
@@ -151,6 +157,24 @@ class ElasticLauncher:
             "TORCHELASTIC_ERROR_FILE": str(error_file), "PYTHONUNBUFFERED": "1",
             ID: str(number), FIRST: str(self._generation), JOINS: str(int(joins))}
         return MemberProcess(number, subprocess.Popen(self._command, env=environment), error_file)
+
+    def _end_hung(self) -> None:
+        """End the members that are in a step but whose collectives do not fail, once those of others have."""
+        failed = f"failed/{self._generation}"
+        if self._failed_at < 0.0 or not self._store.add(failed, 0):
+            return
+        self._failed_at = self._failed_at or time.monotonic()
+        still = [each for each in self._members if not self._store.check([f"{failed}/{each.number}"])]
+        if still and time.monotonic() - self._failed_at < HUNG_S:
+            return
+        self._failed_at = -1.0  # decided for this generation
+        hung = [each for each in still if self._state(each) == "steps"]
+        for each in hung:
+            each.hung = True
+            each.process.kill()
+            each.process.wait()
+        if not hung:
+            self._store.set(f"all_failed/{self._generation}", "yes")
 
     def _state(self, member: MemberProcess) -> str:
         key = f"state/{member.number}"

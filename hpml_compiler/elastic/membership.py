@@ -3,7 +3,10 @@
 A generation is a set of members. The launcher numbers them and keeps, in its store under PREFIX:
 
 - `members/G`: ids of the members of generation G, in order of their ranks
-- `state/ID`: where a member stands: "joins" until it is a member, "steps" from the first attempt to the last, then "ended"
+- `state/ID`: where a member stands: "joins" until it is a member, "steps" from the first attempt to the last, "waits" between
+  them, where nothing has a timeout, then "ended"
+- `failed/G`, `failed/G/ID`: how many members' collectives have failed, and whose; `all_failed/G`: no member hangs, so that
+  nobody is lost
 - `endpoints/G/ID`: the connections that member ID had when generation G began; `ready/G/ID`: it has left the one before
 """
 from __future__ import annotations
@@ -28,6 +31,7 @@ ID, FIRST, JOINS = "HPML_ELASTIC_ID", "HPML_ELASTIC_GENERATION", "HPML_ELASTIC_J
 WATCH_S = 3600.0  # longest wait for one key of the store
 LONGEST_S = 600.0  # a member that is not ready by then counts as hung
 NOTICE_S = 5.0  # the launcher notices within 0.05 s that a process has ended
+HUNG_S = 5.0  # after the first failed collective: a member that waits, too, fails within that, since its connections are closed
 
 
 class MembersHung(HpmlError):
@@ -41,6 +45,7 @@ class Membership:
     def __init__(self, own: int, generation: int, joins: bool = False) -> None:
         self.own, self.generation, self.joins = own, generation, joins
         self._newest = self._cut = generation
+        self._told = set[int]()
         self._store, watched = _connect(), _connect()
         self._thread = threading.Thread(target=self._watch, args=(watched,), name="hpml-members", daemon=True)
         self._thread.start()
@@ -63,10 +68,19 @@ class Membership:
         """True if a newer generation than this process's was announced."""
         return self._newest > self.generation
 
-    def changes_soon(self) -> bool:
-        """True if a newer generation is announced within the time that the launcher needs to notice."""
-        until = time.monotonic() + NOTICE_S
+    def changes_soon(self, failed: bool = True) -> bool:
+        """True if a newer generation is announced within the time that the launcher needs to notice. failed: a collective of
+        this process has; if those of all members have, but for some that hang, the launcher ends these."""
+        until, generation, asked = time.monotonic() + NOTICE_S + HUNG_S * failed, self._newest, 0.0
+        if failed and not self.changed and generation not in self._told:
+            self._told.add(generation)
+            self._store.set(f"failed/{generation}/{self.own}", "yes")
+            self._store.add(f"failed/{generation}", 1)
         while not self.changed and time.monotonic() < until:
+            if failed and time.monotonic() - asked > 0.1:
+                if self._store.check([f"all_failed/{generation}"]):
+                    break
+                asked = time.monotonic()
             time.sleep(0.01)
         return self.changed
 

@@ -19,6 +19,14 @@ WHOLE, SHARDED = {"compiler": "eager", "zero": 0}, {"compiler": "eager", "zero":
 COPIED = {**SHARDED, "redundancy": 1}
 
 
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is stopped in backward -> the others' collectives fail after their timeout, and the launcher ends rank 1."""
+    monkeypatch.setenv("HPML_TEST_HANGS", "stops")
+    monkeypatch.setenv("HPML_PG_TIMEOUT_S", "6")
+    test_survivors_go_on(tmp_path, "backward", COPIED, "memory, after step 5", "1", False)
+
+
 LOST = "the checkpoint (rank 1 is lost with the copies of its state), after step 3"
 
 
