@@ -230,7 +230,7 @@ def step_time(args: argparse.Namespace) -> dict[str, Any]:
         call = gpt if name == "eager" else torch.compile(
             gpt, backend=name.partition(" ")[0], options={"loss_chunks": 4} if name.endswith("chunks") else None)
         step = trainer(gpt, call, batch, lambda: torch.autocast(args.device, torch.bfloat16))
-        found[name] = step_ms(step, args.device, 20)
+        found[name] = min(step_ms(step, args.device, 20) for _ in range(3))  # small steps wait for the processor
     ratio = found["hpml"] / found["inductor"]
     says = ", ".join(f"{name} {ms:.2f} ms" for name, ms in found.items())
     return {"ok": ratio < 1.1 or args.device == "cpu", "says": f"{says}; hpml {ratio:.2f} times inductor", "ms": found}

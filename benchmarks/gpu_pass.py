@@ -62,7 +62,7 @@ def checks(models: list[str]) -> list[Check]:
         Check("energy", needs_hpml=False, limit_s=60, alone=True),
         Check("step_time", limit_s=150, alone=True),
         *(Check("budget", limit_s=240, model=name, alone=True) for name in ("gpt", "convnet")),
-        Check("out_of_memory", limit_s=150, alone=True),
+        Check("out_of_memory", limit_s=240, alone=True),
         Check("run", 2, 150, alone=True),
         Check("profile", limit_s=150, alone=True),
         Check("heads", limit_s=280, alone=True),
