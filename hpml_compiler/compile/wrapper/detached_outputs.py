@@ -113,8 +113,11 @@ class _DetachingGraph:
             made.args[k].copy_(value)
         found = gradients_of_node({k: results[k] for k in arrived}, arrived)
         by_edge = dict(zip(edges_of(found.node), found.gradients, strict=True))
+        trained = [made.args[k] for k in self.trained]
+        gradients = [by_edge.pop(id(x) if x.is_leaf else (id(x.grad_fn), x.output_nr), None) for x in trained]
+        assert all(x is None for x in by_edge.values()), "each gradient is that of an input"
         compat.after_backward(lambda: self._attach(attached))
-        return [by_edge.get(id(x) if x.is_leaf else (id(x.grad_fn), x.output_nr)) for x in (made.args[k] for k in self.trained)]
+        return gradients
 
     def _attach(self, attached: frozenset[int]) -> None:
         """Let later calls take gradients at these results. Not before the end of a backward: until then, checkpoints run calls

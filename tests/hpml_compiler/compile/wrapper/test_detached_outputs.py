@@ -122,6 +122,24 @@ def test_accumulated_and_checkpointed_gradients_are_those_of_eager_mode(compiled
     assert compiled_for == [(1, 2), (2,)]
 
 
+def test_gradients_go_to_the_inputs_that_a_script_computed():
+    class Mixed(Net):
+        def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            one, two, three, y = inputs
+            logits = self.head(self.body(one * two)) + one.sum() - three.mean()
+            return F.cross_entropy(logits, y), (logits * three.sum()).sin()
+
+    found = []
+    for compiled in (False, True):
+        model, leaves = Mixed(), [(X * k).requires_grad_() for k in (1, 2, 3)]
+        run: Any = torch.compile(model, backend="hpml", options={"compiler": "eager"}) if compiled else model
+        for _ in range(2):
+            loss, logits = run(leaves[0] * 2, leaves[1].T.contiguous().T, leaves[2], Y)
+            (loss + logits.square().sum()).backward()
+        found.append([*(p.grad for p in model.parameters()), *(x.grad for x in leaves)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-13)
+
+
 def test_values_that_changed_before_the_first_gradient_are_refused():
     def parameter(model: nn.Module, x: torch.Tensor) -> None:
         torch.optim.SGD(model.parameters(), 0.1).step()
