@@ -38,8 +38,7 @@ def _on_mesh(mesh: Mapping[str, int], options: Options) -> Options:
 
 def open_axes(options: Options, why: str) -> BadInput:
     """The error where axes are open and nothing decides about them. why: nothing is decided about the graph; "" if unknown."""
-    free = options.plan is None and isinstance(options.rows, str)
-    reason = why or ("the first training step decides about the others" if free else
-                     "options['plan'] and options['rows'] need a mesh with all axes")
+    reason = why or ("options['plan'] needs a mesh with all axes" if options.plan is not None else
+                     "the first training step decides about the others")
     return BadInput(f"the mesh {options.mesh} has {math.prod((options.mesh or {}).values())} of {world_size()} ranks: {reason}",
                     "options['mesh']", "give the mesh all its axes, or call the model for training first")

@@ -83,8 +83,10 @@ class OpenGraph:
         parameters = [x for x in tensors if isinstance(x, torch.nn.Parameter)]
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in parameters) or options.plan is not None:
             return OpenGraph(False)
-        if any(isinstance(x, DTensor) for x in parameters) or not isinstance(options.rows, str):
-            return OpenGraph(False)
+        if any(isinstance(x, DTensor) for x in parameters):
+            return OpenGraph(False, "an earlier graph, as of a smaller batch, has decided for these parameters")
+        if not isinstance(options.rows, str):
+            return OpenGraph(False, "options['rows'] pins the rows of each rank")
         if compat.ends_in_a_break(gm) or any(x.requires_grad and not x.is_leaf for x in tensors):
             return OpenGraph(False, "the step is several graphs, since Dynamo breaks it (TORCH_LOGS=graph_breaks shows where)")
         if world_size() > 1 and session.current().mesh is not None:
