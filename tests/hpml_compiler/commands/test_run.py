@@ -215,6 +215,7 @@ def test_two_nodes_make_one_world(tmp_path, numbered):
     (["nowhere.py"], "the script does not exist\n  where: nowhere.py\n  next step: "),
     (["--nnodes", "2", __file__], "--rdzv-endpoint HOST:PORT"),
     (["--nproc", "0", __file__], "--nproc"),
+    (["--elastic", "--nnodes", "2", "--rdzv-endpoint", "localhost:29400", __file__], "on one node alone\n  where: --elastic"),
     (["--unknown", __file__], "--unknown"),
 ])
 def test_bad_input_ends_with_2_and_says_why(arguments, said, capsys):
