@@ -29,12 +29,12 @@ KINDS = ("none", "changing", "shards")
 
 
 class Steps:
-    def __init__(self, width: int, layers: int, rows: int) -> None:
+    def __init__(self, width: int, layers: int, rows: int, compiler: str) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(),
                                                    nn.Linear(4 * width, width)) for _ in range(layers)))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.call: Any = torch.compile(self.model, backend="hpml", options={"zero": 3})
+        self.call: Any = torch.compile(self.model, backend="hpml", options={"zero": 3, "compiler": compiler})
         self.x, self.folder = torch.randn(rows, width), tempfile.TemporaryDirectory()
         self.step()
         self.run = hpml_compiler.Checkpointer(self.folder.name, self.model, self.optimizer).run_state
@@ -63,9 +63,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("width", 512), ("layers", 24), ("rows", 256), ("turns", 20), ("each", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--compiler", default="inductor", help='or "eager", which starts sooner')
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    steps = Steps(chosen.width, chosen.layers, chosen.rows)
+    steps = Steps(chosen.width, chosen.layers, chosen.rows, chosen.compiler)
     for kind in KINDS:
         steps.seconds(kind)
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
