@@ -33,6 +33,7 @@ from passes.hardware.mesh import BETWEEN
 OptimizerOption = Literal["auto", "adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
 OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
 
+Balance = Literal["off", "auto"]
 Offload = Literal["off", "saved", "optimizer", "all"]
 
 # optimizer state tensors per parameter, each of the parameter's shape and dtype, as torch.optim allocates them
@@ -164,10 +165,26 @@ def _check_redundancy(redundancy: int, others: Mapping[str, Any]) -> None:
         raise ValueError("parameters of replicas that train apart are not copied: leave redundancy or local_steps out")
 
 
+def _check_balance(balance: str, others: Mapping[str, Any]) -> None:
+    mesh = others.get("mesh") or {}
+    if balance == "off":
+        return
+    if mesh.get("dp", 1) == 1:
+        raise ValueError('rows move along the axis dp: pin it, as in "mesh": {"dp": 2}')
+    if mesh.get("pp", 1) > 1:
+        raise ValueError("pipelines are not cut anew while they run: use a mesh without pp")
+    if others.get("local_steps"):
+        raise ValueError("replicas have equal numbers of rows: leave local_steps out")
+    if others.get("rows") == "whole":
+        raise ValueError('with "rows": "whole", every rank may run all rows: leave one of the two out')
+    if others.get("on_oom") == "replan":
+        raise ValueError("graphs are compiled again for one reason: leave on_oom out")
+
+
 CHECKS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "rows": _check_rows, "recompute": _check_recompute, "zero": _check_zero, "offload": _check_offload,
     "schedule": _check_stages, "virtual_stages": _check_stages, "compress": _check_compress,
-    "local_steps": _check_local_steps, "outer_optimizer": _check_outer,
+    "local_steps": _check_local_steps, "outer_optimizer": _check_outer, "balance": _check_balance,
     "redundancy": _check_redundancy,
 }
 """By option, the check of its value against the options before it. They raise ValueError."""

@@ -10,6 +10,7 @@ from hpml_compiler.option_values import (
     CHECKS,
     OPTIMIZER_STATES,
     AxisSizes,
+    Balance,
     Budget,
     Chunks,
     Compression,
@@ -135,13 +136,11 @@ class Options(BaseModel):
         default_factory=dict, description='gradients are sent in fewer bytes, which changes the numbers of a training: "bf16", '
         '"fp16" or "powersgd:RANK" along mesh axes that cross nodes, or by axis, such as {"dp": "bf16"}')
     local_steps: LocalSteps = Field(
-        default_factory=dict, description="optimizer steps for which replicas train apart on their own rows, before their "
-        "parameters are averaged (LocalSGD), which changes the numbers of a training: a number, for the axis between nodes, "
-        'or by mesh axis, such as {"dp": 8}')
+        default_factory=dict, description="optimizer steps for which replicas train apart before their parameters are averaged "
+        '(LocalSGD), which changes the numbers of a training: for the axis between nodes, or by mesh axis, such as {"dp": 8}')
     outer_optimizer: OuterOptimizer = Field(
-        (1.0, 0.0), description='update of the parameters after local_steps: "average" takes their mean over the replicas; '
-        '"nesterov" takes its difference from the parameters before as a gradient (DiLoCo), with learning rate 0.7 and '
-        'momentum 0.9; "nesterov:LR:MOMENTUM" with others')
+        (1.0, 0.0), description='update of the parameters after local_steps: "average", their mean; "nesterov", by '
+        'the difference from it as a gradient (DiLoCo), with learning rate 0.7 and momentum 0.9; or "nesterov:LR:MOMENTUM"')
     offload: Offload = Field(
         "off", description='offload to host memory or, on a CPU, to a file: "saved" activations, under a memory_budget; '
         'the state of the "optimizer"; or "all" of both'
@@ -153,6 +152,8 @@ class Options(BaseModel):
     redundancy: int = Field(
         0, ge=0, description="ranks that hold a copy of what each rank has of sharded parameters and optimizer state, "
         "in memory, on other nodes first; under `hpml run --elastic`, all is put together from them when a rank is lost")
+    balance: Balance = Field(
+        "off", description='"auto" moves rows of the batch along dp from slow ranks to fast ones, as measured, in training')
     monitor: bool = Field(True, description="compare measured step time and memory with the prediction")
     tensorboard: Folder | None = Field(None, description="folder to write that comparison to, as TensorBoard scalars")
     _chosen: frozenset[str] = PrivateAttr(frozenset())
@@ -288,11 +289,11 @@ class Options(BaseModel):
         if self.mesh is not None:
             check_mesh(self.mesh, world_size)
 
-    def to_json(self) -> dict[str, JsonValue]:
+    def to_json(self, of_run: bool = False) -> dict[str, JsonValue]:
         """The options that differ from their defaults, as plain JSON, for the record in a plan. Leaves out the plan itself and
-        options that matter only to a run."""
-        only_of_runs = {"plan", "on_oom", "monitor", "tensorboard", "offload_folder"}
-        return self.model_dump(mode="json", exclude_defaults=True, exclude=only_of_runs)
+        options that matter only to a run. of_run: with those that all ranks of a run must have."""
+        left_out = {"plan", "monitor", "tensorboard", "offload_folder", *(() if of_run else ("on_oom", "balance"))}
+        return self.model_dump(mode="json", exclude_defaults=True, exclude=left_out)
 
 
 class DefaultOptions(dict[str, Any]):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from hpml_compiler.compile.balance.balanced_graph import with_balance
 from hpml_compiler.compile.graph_compiler import GraphCompiler
 from hpml_compiler.compile.inputs.fixed_sizes import may_fix_sizes, with_fixed_sizes
 from hpml_compiler.compile.inputs.unsupported_graphs import check_supported, warn_of_reentrant_checkpoints
@@ -119,7 +120,8 @@ def _compiles_whole(options: Options) -> Callable[[GraphModule], Callable[..., A
 def _compile_for_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options, deciding: OpenGraph,
                        ) -> Callable[..., Any]:
     given = list(example_inputs)
-    call = with_repeats(gm, given, options, lambda *graph: GraphCompiler(*graph, deciding=deciding).compile())
+    kind = with_balance if options.balance == "auto" else with_repeats
+    call = kind(gm, given, options, lambda *graph: GraphCompiler(*graph, deciding=deciding).compile())
     _release_outputs(given)
     return call
 

@@ -89,7 +89,7 @@ class GraphCompiler:
         if self.earlier.entry is not None:
             self._as_in(self.earlier.entry.running)
         else:  # budgets may differ, as fractions of unlike devices do
-            same_options({"on_oom": self.options.on_oom, **self.options.to_json(), "memory_budget": ""})
+            same_options({**self.options.to_json(of_run=True), "memory_budget": ""})
             self.deciding.obey(self.earlier.chosen, self.earlier.key)
         try:
             function = self.all_ranks.compile_all(self.trace)

@@ -124,6 +124,12 @@ def test_optimizer_states_are_those_torch_keeps():
     ({"mesh": {"dp": 2}, "local_steps": {"dp": 8}, "zero": 3}, "zero=3 needs another axis"),
     ({"mesh": {"dp": 2}, "local_steps": {"dp": 8}, "rows": {"dp": [5, 3]}}, "replicas have equal numbers of rows"),
     ({"outer_optimizer": "nesterov"}, "set that, too"),
+    ({"balance": "often"}, "'off' or 'auto'"),
+    ({"balance": "auto"}, "pin it, as in"),
+    ({"balance": "auto", "mesh": {"dp": 2, "pp": 2}}, "pipelines are not cut anew while they run"),
+    ({"balance": "auto", "mesh": {"dp": 2}, "rows": "whole"}, "leave one of the two out"),
+    ({"balance": "auto", "mesh": {"dp": 2}, "on_oom": "replan"}, "leave on_oom out"),
+    ({"balance": "auto", "mesh": {"dp": 2}, "local_steps": {"dp": 8}}, "leave local_steps out"),
     ({"local_steps": 8, "outer_optimizer": "adam"}, "'adam' is no outer optimizer"),
     ({"local_steps": 8, "outer_optimizer": "nesterov:0:0.9"}, "LR above 0"),
 ])

@@ -1,0 +1,75 @@
+"""A rank whose rows take three times as long -> rows move to the other one, and all results stay those of one device."""
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import hpml_compiler
+from hpml_compiler.compile.balance import balanced_graph
+from passes.op_rules.base import make_rule
+from passes.op_rules.rule_table import load, rule
+from tests.helpers.frozen import fresh
+
+ROWS, WIDTH, STEPS = 16, 8, 36
+OPTIONS: dict[str, Any] = {"compiler": "eager", "mesh": {"dp": 2}, "balance": "auto", "monitor": False}
+seconds_per_row = [0.0]
+
+
+@torch.library.custom_op("test_balanced_graph::work", mutates_args=())
+def work(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(x.shape[0] * seconds_per_row[0])
+    return x.clone()
+
+
+@work.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+work.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.down(torch.tanh(self.norm(self.up(work(x))))) - x.sin()).square().mean()
+
+
+def train(model: nn.Module, call: Any) -> list[torch.Tensor]:
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = call(torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step)))
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.detach())
+    return [(x.full_tensor() if isinstance(x, DTensor) else x).detach().clone() for x in (*seen, *model.state_dict().values())]
+
+
+def on_ranks(rank: int) -> tuple[float, list[dict[str, Any]]]:
+    load()
+    rule("test_balanced_graph::work", heavy="matmul", flops=lambda x, out_val: 1e6 * x.numel())(
+        lambda call: make_rule(call, ["rf"], ["rf"]))
+    fresh()
+    balanced_graph.LEAST_AHEAD = 10**6  # whatever a compilation takes on this machine
+    reference = Net().double()
+    expected, model = train(reference, reference), Net().double()
+    seconds_per_row[0] = 0.006 if rank else 0.002
+    seen = train(model, torch.compile(model, backend="hpml", options=OPTIONS))
+    worst = max(float((a - b).abs().max()) for a, b in zip(seen, expected, strict=True))
+    return worst, [dict(graph.rows_by_rank) for graph in hpml_compiler.last_plan().graphs]
+
+
+def test_rows_move_away_from_a_slow_rank(launch):
+    for worst, rows in launch(on_ranks):
+        assert worst < 1e-11
+        moved = [each["dp"] for each in rows if each]
+        assert moved and all(fast + slow == ROWS and 10 <= fast <= 14 for fast, slow in moved), rows
