@@ -153,7 +153,7 @@ class JointCandidate:
     @cached_property
     def us(self) -> float:
         """Estimated time, in which everything that does not fit is recomputed, and where unsharded parameters do not fit, they
-        are gathered in each microbatch. Communication of parameters overlaps with all other work."""
+        are gathered in each microbatch. Communication of parameters overlaps with all other work, which it slows down."""
         return min(self._us(gathered) for gathered in (True, False)
                    if not gathered or self.bytes_with(KEPT_OF_ALL, True) <= ROOM * self.limit)
 
@@ -163,7 +163,8 @@ class JointCandidate:
         bubble = self.schedule.bubble * (self.stages - 1) / self.microbatches
         times = 1 if gathered or not self.in_loop else self.microbatches
         work = (self.cost.us - self.cost.parameter_us) * (1.0 + bubble) * (1.0 + FORWARD * again ** STEEP)
-        return max(work * (1.0 + 1e-3 * self.microbatches), times * self.cost.parameter_us) / self.stages
+        moved_us = times * self.cost.parameter_us
+        return max(work * (1.0 + 1e-3 * self.microbatches) + (self.contention - 1.0) * moved_us, moved_us) / self.stages
 
     def options(self, options: Options) -> Options:
         """The options that pin this configuration."""

@@ -93,6 +93,7 @@ class JointSearch:
     def run(self) -> Plan:
         """The fastest plan that was found. Raises Infeasible."""
         candidates = self.candidates()
+        self.allowance = WorkLimit(self.allowance.seconds)  # its CPU time begins now: placements of meshes have their own limit
         self._plan_all([each for each in candidates if self._is_plain(each)])
         if self.best is None:
             raise self._refused()

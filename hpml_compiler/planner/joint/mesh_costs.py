@@ -19,14 +19,16 @@ from passes.graph.step_phase import FORWARD
 from passes.hardware.cluster import Cluster
 from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.sharding.oracle.memory_model import MemoryModel
+from passes.sharding.search.mesh_search import SearchTables
+from passes.sharding.strategies.group_strategies import GroupStrategyCache
 from passes.simulation.step_graph import StepGraph
 from passes.solver.work_limit import WorkLimit
 
 LATER = 0.25
 """Part of the work limit for placements of the whole batch on one mesh."""
-ALL_MESHES = 5.0
-"""Multiple of the work limit for placements of the whole batch, over all meshes, whose work is counted far too high: 28 meshes
-of GPT-3 175B take 14 s of CPU time."""
+ALL_MESHES = 2.0
+"""Multiple of the work limit for placements of the whole batch, over all meshes, whose work is counted too high: enough for the
+28 meshes of GPT-3 175B, which take 14 s of CPU time, and for half of the 73 of a model with a trillion parameters."""
 
 
 class MeshCosts:
@@ -36,7 +38,7 @@ class MeshCosts:
     def __init__(self, traces: TracedModel, annotated: AnalyzedGraph, folded: FewLayerTrace | None, cluster: Cluster,
                  seconds: float):
         self.traces, self.annotated, self.folded, self.cluster, self.seconds = traces, annotated, folded, cluster, seconds
-        self.limit = WorkLimit(ALL_MESHES * seconds)
+        self.limit, self.joints = WorkLimit(ALL_MESHES * seconds), GroupStrategyCache()
         self.refusal: Infeasible | None = None
 
     def all(self, meshes: Iterable[tuple[int, dict[str, int]]]) -> list[tuple[int, StageCost]]:
@@ -68,6 +70,7 @@ class MeshCosts:
                                          "schedule": "auto", "virtual_stages": 1})
         try:
             planned = plan_graph(self.annotated, own, cluster, lifetimes=MemoryModel(0.0), budget_bytes=budget,
+                                 memos=SearchTables(joints=self.joints),
                                  allowance=self.limit.part(LATER * self.seconds),
                                  shorter=None if folded is None else folded.shorter,
                                  further=0 if folded is None else folded.further)

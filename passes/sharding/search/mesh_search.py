@@ -36,9 +36,11 @@ NO_TIME = "time_limit was over before anything was found"
 @dataclass
 class SearchTables:
     """Tables shared by searches of one graph that differ only in bytes: when they are counted, and the budget.
-    by_mesh: choices and arcs, which take most of the time."""
+    by_mesh: choices and arcs, which take most of the time. joints: strategies on single axes, also for searches on other
+    meshes."""
 
     by_mesh: dict[Mesh, MeshTables] = field(default_factory=dict)
+    joints: GroupStrategyCache = field(default_factory=GroupStrategyCache)
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def search_meshes(graph: PlacementGraph, stored: Mapping[str, Layout], condition
     best: tuple[Mesh, MeshPlacement] | None = None
     rejected: list[RejectedMesh] = []
     misses: list[Infeasible] = []
-    memos, joints = conditions.memos, GroupStrategyCache()
+    memos = conditions.memos
+    joints = GroupStrategyCache() if memos is None else memos.joints
     for mesh in meshes:
         if best is not None and allowance.is_over:
             rejected.append(RejectedMesh(mesh, NO_TIME))
