@@ -232,9 +232,9 @@ def adopting_stages(stages: StageAssignment) -> PassManager:
     return PassManager((AdoptStages(stages),))
 
 
-def finding_stages(count: int, device: Device, starts: tuple[str, ...] = ()) -> PassManager:
+def finding_stages(count: int, device: Device, starts: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> PassManager:
     """Assign the calls of a graph ready for planning to stages
-    (`passes.transforms.pipeline.stage_graphs`). starts: as `FindStages` takes them."""
-    manager = PassManager((FindBlocks(), FindStages(count, device, starts)))
+    (`passes.transforms.pipeline.stage_graphs`). starts, ranks: as `FindStages` takes them."""
+    manager = PassManager((FindBlocks(), FindStages(count, device, starts, ranks)))
     manager.check(available=(SHAPES, FLOPS, GRAPH_SIGNATURE))
     return manager

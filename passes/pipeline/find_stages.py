@@ -56,7 +56,7 @@ class TooFewBlocks(BadInput):
 @dataclass(frozen=True)
 class FindStages(AnalysisPass):
     """Writes STAGES. count: number of stages; device: whose time is balanced. starts: in place of balancing, the name of the
-    block that each stage but the first begins with."""
+    block that each stage but the first begins with. ranks: of the stages, where some have several."""
 
     name = "find_stages"
     requires = (SHAPES, FLOPS, GRAPH_SIGNATURE, BLOCK_CHAIN)
@@ -65,14 +65,15 @@ class FindStages(AnalysisPass):
     count: int = 1
     device: Device = field(default_factory=lambda: Cluster.local(1, "cpu").device)
     starts: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     def run(self, graph_module: fx.GraphModule) -> None:
-        write(STAGES, graph_module, _StageBalance(graph_module, self.count, self.device).stages(self.starts))
+        write(STAGES, graph_module, _StageBalance(graph_module, self.count, self.device, self.ranks).stages(self.starts))
 
 
 class _StageBalance:
-    def __init__(self, gm: fx.GraphModule, count: int, device: Device):
-        self.gm, self.count = gm, count
+    def __init__(self, gm: fx.GraphModule, count: int, device: Device, ranks: tuple[int, ...]):
+        self.gm, self.count, self.ranks = gm, count, ranks
         self.interface: GraphSignature = read(GRAPH_SIGNATURE, gm)
         self.chain: BlockChain = read(BLOCK_CHAIN, gm)
         if not self.chain.blocks:
@@ -143,7 +144,7 @@ class _StageBalance:
         else:
             units = list(range(1, len(blocks) + 1))
         found = equal_cut([sum(time[start:stop]) for start, stop in zip([0, *units], units)],
-                          [crossing[unit - 1] for unit in units[:-1]], self.count)
+                          [crossing[unit - 1] for unit in units[:-1]], self.count, self.ranks)
         if found is None:
             raise self._too_few(sum(us > 0 for us in time))
         return [units[end - 1] for end in found]
@@ -271,8 +272,7 @@ def _of_backward(node: fx.Node, place: dict[fx.Node, int], learned: set[fx.Node]
 def _parts(gradient: fx.Node, of: dict[fx.Node, int]) -> tuple[list[fx.Node], list[fx.Node]]:
     """Summands of a sum over stages, in the order of addition, and the adding calls. A sum of two numbers does not depend
     on the order; of three, the two that the graph adds first are added first here, too."""
-    parts: list[fx.Node] = []
-    adding: list[fx.Node] = []
+    parts, adding = list[fx.Node](), list[fx.Node]()
     node: fx.Node | None = gradient
     while node is not None and _adds_over_stages(node, of):
         left, right = node.all_input_nodes

@@ -10,12 +10,13 @@ SLACK = 0.05
 _Worse = tuple[float, float]
 
 
-def equal_cut(times: Sequence[float], crossing: Sequence[float], stages: int) -> list[int] | None:
+def equal_cut(times: Sequence[float], crossing: Sequence[float], stages: int, ranks: Sequence[int] = ()) -> list[int] | None:
     """Index of the first unit after each stage: increasing, the last is `len(times)`.
 
     The slowest stage takes the least possible time or up to `SLACK` more, and of all such cuts the least bytes cross. Of these,
-    the slowest stage is as fast as it can be, and then all are as even as they can be: where a rank has several, or others
-    wait for the first ones, it matters how many are slow.
+    the slowest stage is as fast as it can be, and then all are as even as they can be: since others wait for
+    the first ones, it matters how many are slow. ranks: of the stages; where a rank has several, units move from the rank with
+    most work to others.
     crossing: for each unit but the last, the bytes that cross after it. Every stage has a positive time; None if that is
     impossible.
     """
@@ -40,7 +41,41 @@ def equal_cut(times: Sequence[float], crossing: Sequence[float], stages: int) ->
         (cost[0] + (crossing[start - 1] if start else 0.0), cost[1] + took(start, stop) ** 2)
         if 0 < took(start, stop) <= most else None))
     assert even is not None, "the cheapest cut is one of these"
-    return even[1]
+    if len(set(ranks)) in (0, stages):
+        return even[1]
+    return _over_ranks(even[1], ranks, took, lambda ends: (
+        all(0 < took(start, stop) <= most * (1 + 1e-9) for start, stop in zip([0, *ends], ends))
+        and sum(crossing[stop - 1] for stop in ends[:-1]) <= even[0][0]))
+
+
+def _over_ranks(ends: list[int], ranks: Sequence[int], took: Callable[[int, int], float],
+                allowed: Callable[[list[int]], bool]) -> list[int]:
+    """Move one unit at a time from a stage of the rank with most work to one of another rank; the stages between them shift by
+    a unit. Of equally good stages, an early one of the last turn gets it: there, the fewest others wait. A cut is better if the
+    slowest rank has less work, then if ranks are more even, then if stages are."""
+    turns = [list(ranks[:k]).count(rank) for k, rank in enumerate(ranks)]
+
+    def work(ends: list[int]) -> list[float]:
+        found = [0.0] * (max(ranks) + 1)
+        for rank, start, stop in zip(ranks, [0, *ends], ends):
+            found[rank] += took(start, stop)
+        return found
+
+    def key(ends: list[int]) -> tuple[float, float, float]:
+        own, each = work(ends), [took(start, stop) for start, stop in zip([0, *ends], ends)]
+        return round(max(own), 9), round(sum(us * us for us in own), 9), round(sum(us * us for us in each), 9)
+
+    for _ in range(len(ends)):
+        own = work(ends)
+        most = own.index(max(own))
+        moves = [(i, j) for i, rank in enumerate(ranks) if rank == most for j, other in enumerate(ranks) if other != most]
+        cuts = [(j, [end + (i > j) - (i < j) if min(i, j) <= k < max(i, j) else end for k, end in enumerate(ends)])
+                for i, j in moves]
+        best = min(((*key(cut), -turns[j], j, cut) for j, cut in cuts if allowed(cut)), default=None)
+        if best is None or best[:3] >= key(ends):
+            break
+        ends = best[-1]
+    return ends
 
 
 def _best(units: int, stages: int, extended: Callable[[_Worse, int, int], _Worse | None],

@@ -117,7 +117,8 @@ class CutPlan(MakesPlan):
         assert traced is not None, "a graph is cut as it was traced"
         table = schedule_of(step.options, 1 if self.times is None else self.times.microbatches)
         gm = copy_graph(step.annotated.gm)
-        loop, staged, groups = _staged(gm, step, planned, self.times, table.stages, self.starts, repeats)
+        loop, staged, groups = _staged(gm, step, planned, self.times, table.stages, self.starts, repeats,
+                                       tuple(table.ranks))
         kept, compiler, fullest = self.kept, step.options.compiler, None
         cut = StagedStep(gm, step.annotated.interface, loop, staged, table, step.outputs)
         checkpointing = StageCheckpointing.of(step, cut, planned, groups)
@@ -210,7 +211,8 @@ def _peaks(record: GraphPlan, memory: Sequence[GraphMemory]) -> list[int]:
 
 
 def _staged(gm: GraphModule, step: StepProblem, planned: PlanResult | None, times: MicrobatchPlacement | None, stages: int,
-            starts: tuple[str, ...], repeats: LoopGathers) -> tuple[LoopSplit, StagedBody, MeshGroups]:
+            starts: tuple[str, ...], repeats: LoopGathers, ranks: tuple[int, ...] = (),
+            ) -> tuple[LoopSplit, StagedBody, MeshGroups]:
     """The loop and the stages of a graph, which gets its loop markers as on the first rank of a stage, with its groups."""
     annotated, axes = step.annotated, device_axes(planned.mesh if planned is not None else {})
     groups = MeshGroups(axes, (0,) * len(axes), tuple(f"planned_{axis.name}" for axis in axes))
@@ -219,7 +221,7 @@ def _staged(gm: GraphModule, step: StepProblem, planned: PlanResult | None, time
     loop = split_at_markers(gm, step.outputs)
     chunks = 1 if step.options.chunks == "auto" else step.options.chunks
     staged = stage_body(gm, annotated.interface.kinds, loop, stages, step.cluster.device, lambda find: find(), starts,
-                        repeats, chunks)
+                        repeats, chunks, ranks)
     return loop, staged, groups
 
 

@@ -37,7 +37,7 @@ class ExtrapolatedStages:
 
     def __init__(self, record: GraphPlan, step: StepGraph, lists: Sequence[str], table: PipelineSchedule):
         self.units, self.lists, self.table = (units := _Units(step, lists)), lists, table
-        ends = equal_cut(units.times_us, [0.0] * (len(units.times_us) - 1), table.stages)
+        ends = equal_cut(units.times_us, [0.0] * (len(units.times_us) - 1), table.stages, table.ranks)
         if ends is None:
             parts = len(units.times_us)
             raise TooFewBlocks(f"the graph has {parts} consecutive parts that compute something, fewer than "

@@ -89,7 +89,8 @@ def test_no_even_cut_of_equal_layers_takes_less(schedule, virtual, data):
     layers, count = data.draw(st.integers(ranks * virtual, 24)), ranks * data.draw(st.integers(1, 4))
     ends = [data.draw(st.sampled_from([0.0, 0.3, 1.7, 4.0])) for _ in range(2)]
     times, stages = [ends[0] or 1e-9, *[1.0] * layers, ends[1] or 1e-9], ranks * virtual
-    cut = equal_cut(times, [0.0] * (len(times) - 1), stages)
+    table = make_schedule(schedule, ranks, count, virtual)
+    cut = equal_cut(times, [0.0] * (len(times) - 1), stages, table.ranks)
     assert cut is not None
     most = most_layers(layers, stages, sum(ends), 1.0)
     timed, own = [], []
@@ -99,7 +100,7 @@ def test_no_even_cut_of_equal_layers_takes_less(schedule, virtual, data):
         assert stop - start - (start == 0) - (stop == len(times)) <= most
         split = 0.5 * (1 - share) * work if schedule == "zero_bubble" else None
         timed.append(TimedStage(share * work, (1 - share) * work, 0.0, 0.0, weight_us=split))
-    played = simulate_pipeline(make_schedule(schedule, ranks, count, virtual), timed).step_us
+    played = simulate_pipeline(table, timed).step_us
     if virtual > 1:
         bound = least_even_interleaved_us(count * layers, ranks, count, virtual, count * most)
     else:

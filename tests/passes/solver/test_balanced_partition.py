@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from passes.pipeline.pipeline_schedule import make_schedule
+from passes.pipeline.pipeline_timeline import TimedStage, simulate_pipeline
 from passes.solver.balanced_partition import SLACK, equal_cut
 
 
@@ -60,3 +62,19 @@ def test_a_stage_with_an_expensive_head_has_fewer_layers(head, last):
 
 def test_an_even_row_is_cut_evenly():
     assert equal_cut([1.0] * 8, [4.0] * 7, 4) == [2, 4, 6, 8]
+
+
+def test_a_rank_with_several_stages_has_no_more_work_than_others():
+    """Llama 3 70B on 8 ranks with 5 stages each: at least as good as the layout `Et*2|(t*2|)*34,t*3|(t*2|)*3,tL` that trainers
+    pin, in which the rank with the head has no stage of three layers."""
+    ranks, times = make_schedule("interleaved", 8, 32, 5).ranks, [0.02, *[1.0] * 80, 1.14]
+    ends = equal_cut(times, [1.0] * 81, 40, ranks)
+    ours = [sum(times[start:stop]) for start, stop in zip([0, *ends], ends)]
+    pinned = [2.02, *[2.0] * 34, 3.0, *[2.0] * 3, 2.14]
+    found, known = ([sum(us for us, own in zip(each, ranks) if own == rank) for rank in range(8)] for each in (ours, pinned))
+    assert max(found) == pytest.approx(11.0) and max(found) <= max(known)
+    for microbatches in (8, 16, 64):
+        table = make_schedule("interleaved", 8, microbatches, 5)
+        played, other = (simulate_pipeline(table, [TimedStage(us / 3, 2 * us / 3) for us in each]).step_us
+                         for each in (ours, pinned))
+        assert played <= other
