@@ -90,13 +90,13 @@ class _Run:
         if self.membership is not None and self.membership.joins:
             self.membership.say("joins")
             self._wait_for_invitation(self.membership)
-            state.put(LossNotice(self.membership.changes_soon))
+            state.put(self.membership.notice())
             done = self._go_on()
         else:
             done = self.checkpointer.resume()
             self._keep(done)
             if self.membership is not None:
-                state.put(LossNotice(self.membership.changes_soon))
+                state.put(self.membership.notice())
             self.say("steps")
         while True:
             if self.membership is not None and self.membership.changed:

@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hpml_compiler.elastic.peer_connections import cut_connections, own_endpoints
+from hpml_compiler.runtime.watchdog.heartbeat import LossNotice
 from passes import compat
 from passes.errors import HpmlError
 
@@ -67,6 +68,10 @@ class Membership:
     def changed(self) -> bool:
         """True if a newer generation than this process's was announced."""
         return self._newest > self.generation
+
+    def notice(self) -> LossNotice:
+        """For waits and collectives of this process."""
+        return LossNotice(self.changes_soon, lambda: self.changed)
 
     def changes_soon(self, failed: bool = True) -> bool:
         """True if a newer generation is announced within the time that the launcher needs to notice. failed: a collective of

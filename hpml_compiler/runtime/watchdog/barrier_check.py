@@ -127,6 +127,7 @@ def _meet(board: heartbeat.SharedBoard, what: str, next_step: str) -> None:
     pause_s = 0.0002
     here, silence = board.add(key, 1), SilentRanks.within(board.timeout_s)
     while here < board.world:
+        heartbeat.stop_if_lost()
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.02)
         here = board.add(key, 0)
@@ -137,6 +138,8 @@ def _meet(board: heartbeat.SharedBoard, what: str, next_step: str) -> None:
             # After the timeout, a rank that does something else must be distinguished from one that is gone.
             if gone := silence.gone(records, now, SURE_S if now - begun > board.timeout_s else None):
                 raise board.lost({rank: records[rank] for rank in gone}, records)
+            if len(records) + 1 < board.world and now - begun > board.timeout_s:  # a rank ended before its first heartbeat
+                raise board.lost({}, records)
             found = ((rank, _does_instead(record, what, now - begun, board.timeout_s)) for rank, record in records.items())
             rank, does = next(((rank, does) for rank, does in found if does), (-1, ""))
             if does and board.add(key, 0) < board.world:  # it may have passed the barrier meanwhile

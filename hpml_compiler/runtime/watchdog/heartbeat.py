@@ -233,10 +233,23 @@ def board() -> SharedBoard | None:
 
 
 class LossNotice:
-    """is_known: a launcher that lets the other ranks go on knows that one is lost; it may wait a little to learn that."""
+    """is_known: a launcher that lets the other ranks go on knows that one is lost; it may wait a little to learn that.
+    is_announced: it has said so already."""
 
-    def __init__(self, is_known: Callable[[], bool] = lambda: False) -> None:
-        self.is_known = is_known
+    def __init__(self, is_known: Callable[[], bool] = lambda: False, is_announced: Callable[[], bool] = lambda: False) -> None:
+        self.is_known, self.is_announced = is_known, is_announced
+
+
+def stop_if_lost() -> None:
+    """Check while waiting for other ranks at the store, which no lost connection ends. Raises RankLost."""
+    live = _current()
+    if live is not None and state_of(LossNotice).is_announced():
+        raise _others_go_on(live)
+
+
+def _others_go_on(live: _Liveness) -> RankLost:
+    return RankLost("a rank is lost, and the others go on", f"rank {live.board.rank}, {live.status.place()}",
+                    "run each step in an attempt: hpml_compiler.attempts")
 
 
 def name_lost_rank(error: Exception) -> Exception:
@@ -249,8 +262,7 @@ def name_lost_rank(error: Exception) -> Exception:
         state_of(RankStatus).raised = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return error
     if state_of(LossNotice).is_known():
-        return RankLost("a rank is lost, and the others go on", f"rank {live.board.rank}, {live.status.place()}",
-                        "run each step in an attempt: hpml_compiler.attempts")
+        return _others_go_on(live)
     lost = live.name(error)
     live.fail(lost, secondary=True)
     return lost

@@ -12,7 +12,7 @@ LOOK_S, SILENT_S = 1.0, 5.0
 
 def wait_for_rank_0() -> None:
     """Wait until rank 0 has called this too, or seems to be gone; a collective that follows then raises. Rank 0 itself does
-    not wait."""
+    not wait. Raises RankLost where the launcher says that a rank is."""
     _after([0])
 
 
@@ -34,6 +34,7 @@ def _after(ranks: Sequence[int]) -> None:
     heard = dict.fromkeys(ranks, time.monotonic())
     looked, pause_s = time.monotonic(), 0.001
     while board.add(key, 0) < len(ranks) and time.monotonic() - min(heard.values()) < SILENT_S:
+        heartbeat.stop_if_lost()
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, 0.05)
         if time.monotonic() - looked > LOOK_S:

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from hpml_compiler.runtime.consistency.rank_sync import from_rank_0
-from hpml_compiler.runtime.watchdog import heartbeat, store_wait
+from hpml_compiler.runtime.watchdog import barrier_check, heartbeat, store_wait
+from passes.session_state import state
 
 
 def made_slowly(rank):
@@ -36,3 +37,19 @@ def gone(rank):
 
 def test_nobody_waits_for_one_that_is_gone(launch):
     assert launch(gone, check=False)[1] < 15
+
+
+def announced(rank):
+    heartbeat.start()
+    from_rank_0(lambda: "a plan")
+    for wait in (store_wait.wait_for_all, lambda: barrier_check.require_all_ranks("saving", every=0)) if rank == 0 else ():
+        start, since = time.monotonic(), time.monotonic() + 0.3
+        state.put(heartbeat.LossNotice(is_announced=lambda since=since: time.monotonic() > since))
+        with pytest.raises(heartbeat.RankLost, match="the others go on"):
+            wait()
+        assert 0.3 <= time.monotonic() - start < 3.0
+    dist.barrier()
+
+
+def test_a_loss_that_the_launcher_announces_ends_each_wait(launch):
+    launch(announced)
