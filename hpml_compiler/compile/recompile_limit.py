@@ -1,8 +1,15 @@
-"""Warn when Dynamo reaches its recompile limit for a function: from then on every rank runs it in full, without a plan."""
+"""Dynamo's recompile limit, beyond which every rank runs a function in full, without a plan.
+
+Blocks that are compiled one by one (`for block in model.blocks: block.compile(backend="hpml")`) share a function, and each is
+compiled once, since its parameters are placed then: these compilations do not count. Others do, and reaching the limit is said.
+"""
 from __future__ import annotations
 
 import functools
 import logging
+from weakref import WeakSet
+
+from torch import nn
 
 from passes import compat
 from passes.session_state import state_of
@@ -11,13 +18,29 @@ log = logging.getLogger("hpml")
 
 
 class _CompiledFunctions(set[str]):
-    """Functions that this backend has compiled, by Dynamo's names."""
+    """Functions that this backend has compiled, by Dynamo's names. modules: by function, those it was compiled for. raised: by
+    how much the limits are higher than before, for the function with the most of them."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, WeakSet[nn.Module]] = {}
+        self.raised = 0
+
+    def close(self) -> None:
+        compat.raise_recompile_limit(-self.raised)
 
 
 def note_function() -> None:
-    """Note the function that Dynamo is compiling, to warn if Dynamo stops compiling it later."""
-    state_of(_CompiledFunctions).add(compat.function_being_compiled())
+    """Note the function that Dynamo is compiling, and its module, to warn if Dynamo stops compiling it later."""
+    compiled, function = state_of(_CompiledFunctions), compat.function_being_compiled()
+    compiled.add(function)
     _listen()
+    module = compat.module_being_compiled()
+    if module is not None:
+        modules = compiled.modules.setdefault(function, WeakSet())
+        modules.add(module)
+        if (more := len(modules) - 1 - compiled.raised) > 0:
+            compat.raise_recompile_limit(more)
+            compiled.raised += more
 
 
 @functools.cache

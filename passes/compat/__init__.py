@@ -11,6 +11,7 @@ from passes.compat.aot.custom_ops import *
 from passes.compat.aot.decomposition_tables import *
 from passes.compat.aot.lazy_graphs import *
 from passes.compat.capture.backend_inputs import *
+from passes.compat.capture.compilations import *
 from passes.compat.capture.dynamo import *
 from passes.compat.capture.dynamo_sources import *
 from passes.compat.capture.fake_calls import *

@@ -7,11 +7,11 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._C._dynamo import eval_frame
-from torch._guards import CompileContext, TracingContext
+from torch._guards import TracingContext
 from torch._higher_order_ops import utils as inner_graphs
 
 from passes.compat.patching.patches import replace_for_good
@@ -96,35 +96,9 @@ def sets_data(target: Any) -> bool:
     return target is torch.Tensor.set_ or target is getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)
 
 
-def frame_being_compiled() -> str:
-    """Number of the Python code that Dynamo is compiling, equal when it compiles that again; "" if none."""
-    compile_id = CompileContext.current_compile_id()
-    return "" if compile_id is None else str(compile_id.frame_id)
-
-
-def function_being_compiled() -> str:
-    """Dynamo's name of the function that it is compiling; call it inside a backend."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    code = InstructionTranslator.current_tx().output.root_tx.f_code  # pyright: ignore[reportOptionalMemberAccess]
-    return f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})"
-
-
 def ends_in_a_break(gm: torch.fx.GraphModule) -> bool:
     """True if Dynamo ended this graph at a graph break, so that more graphs follow."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
-
-
-def on_recompile_limit(callback: Callable[[str, int, str, str], None]) -> None:
-    """Call back whenever Dynamo hits a recompile limit: with the name of the limit in its config, the limit,
-    the function, and the last failed guard. Dynamo only logs it, so a log handler is installed."""
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            told = record.args
-            if str(record.msg).startswith("torch._dynamo hit config.") and isinstance(told, tuple) and len(told) >= 4:
-                callback(str(told[0]), cast("int", told[1]), str(told[2]), str(told[3]))
-
-    logging.getLogger("torch._dynamo.convert_frame").addHandler(Listener(logging.WARNING))
 
 
 def dynamo_made_no_graph() -> bool:
