@@ -123,10 +123,15 @@ def _plain(output: DeferredOutput) -> torch.Tensor:
     return vars(output).get("value", output)
 
 
+def read_for_dynamo(output: DeferredOutput) -> None:
+    """Read an output, as its class does, for a compiled function."""
+    output.read_by_dynamo()
+
+
 @functools.cache
 def watch_deferred() -> None:
     """Compute outputs that autograd, an autograd function (as `torch.utils.checkpoint` may be) or a compiled function is about
     to take: these do not call `__torch_function__`."""
     compat.convert_before_autograd(compat.untraced, (DeferredOutput,),
                                    lambda x: _plain(x) if type(x) is DeferredOutput else x)
-    compat.trace_after(DeferredOutput, DeferredOutput.read_by_dynamo)
+    compat.trace_after(DeferredOutput, read_for_dynamo)

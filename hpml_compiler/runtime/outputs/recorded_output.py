@@ -13,7 +13,7 @@ from hpml_compiler.runtime.dtensor.dispatch_table import in_place
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
 from hpml_compiler.runtime.dtensor.op_dispatch import map_tensors, tensors_in
 from hpml_compiler.runtime.outputs.call_modes import Modes, is_unread, nbytes
-from hpml_compiler.runtime.outputs.deferred_output import DESCRIPTION, QUESTIONS, DeferredOutput
+from hpml_compiler.runtime.outputs.deferred_output import DESCRIPTION, QUESTIONS, DeferredOutput, read_for_dynamo
 from hpml_compiler.runtime.outputs.record import SMALL_BYTES, AllRecords, CallRecord
 from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
 from passes import compat
@@ -137,7 +137,7 @@ def whole_for(value: Any, function: Any) -> Any:
 def watch_autograd() -> None:
     """Compute recorded outputs that autograd, an autograd function or a compiled function is about to take."""
     compat.convert_before_autograd(compat.untraced, (RecordedOutput, LazyOutput), value_of, whole_for)
-    compat.trace_after(RecordedOutput, RecordedOutput.read_by_dynamo)
+    compat.trace_after(DeferredOutput, read_for_dynamo)
 
 
 def changes(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -13,7 +13,9 @@ from torch import nn
 
 import hpml_compiler
 from hpml_compiler.compile.wrapper import loss_of_script
+from hpml_compiler.runtime.outputs.deferred_output import watch_deferred
 from hpml_compiler.runtime.outputs.loss_memory import LossMemories
+from hpml_compiler.runtime.outputs.recorded_output import watch_autograd
 from hpml_compiler.runtime.watchdog.barrier_check import RankDiverged
 from passes.errors import HpmlError, Infeasible
 from passes.session_state import state_of
@@ -400,7 +402,10 @@ TAKEN_BY = {"hooks": (by_checkpoint(False), "cross_entropy takes its outputs und
 
 @pytest.mark.parametrize("how", TAKEN_BY)
 def test_what_autograd_or_a_compiled_function_takes_is_computed_first(how):
+    """Also in a process that has deferred outputs, later than recorded ones."""
     scene, told = TAKEN_BY[how]
+    watch_autograd()
+    watch_deferred()
     torch._dynamo.reset()
     hpml_compiler.reset()
     want = Loop(scene, model := Net(), model, 0).run(4)
