@@ -72,4 +72,4 @@ def test_rows_move_away_from_a_slow_rank(launch):
     for worst, rows in launch(on_ranks):
         assert worst < 1e-11
         moved = [each["dp"] for each in rows if each]
-        assert moved and all(fast + slow == ROWS and 10 <= fast <= 14 for fast, slow in moved), rows
+        assert moved and all(fast + slow == ROWS and fast > slow for fast, slow in moved), rows
