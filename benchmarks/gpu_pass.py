@@ -33,7 +33,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 LAST_LINES, LAST_LINES_LATE = 12, 60
-"""Of a check that failed, and of one that ran out of time, which ends with its stack."""
+"""Lines of output to show of a check that failed, and of one that ran out of time, which ends with its stack."""
 
 
 @dataclass(frozen=True)

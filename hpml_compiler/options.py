@@ -204,7 +204,7 @@ class Options(BaseModel):
 
     @property
     def axis_compression(self) -> FrozenMap[str, str]:
-        """What is sent in place of gradients by mesh axis: compressed gradients, or parameters once in `local_steps`."""
+        """Compression by mesh axis: of gradients, or `local_steps`, in which parameters are sent once."""
         return FrozenMap({**self.compress, **{axis: local(steps) for axis, steps in self.local_steps.items()}})
 
     @property

@@ -56,7 +56,7 @@ def blocks_of(tensors: Mapping[str, torch.Tensor]) -> tuple[RankBlocks, dict[Key
 
 
 class Holding(NamedTuple):
-    """What is left of one rank's memory: its own blocks, as rank `rank`, and the sent blocks of the ranks `received`."""
+    """Memory of one rank that is left: its own blocks, as rank `rank`, and the sent blocks of the ranks `received`."""
 
     rank: int
     received: tuple[int, ...]
@@ -99,7 +99,7 @@ class StateLayout:
         return [(rank - offset) % len(self.ranks) for offset in self.offsets]
 
     def sources(self, left: Sequence[Holding | None]) -> tuple[list[tuple[int, int, Part]], list[int]]:
-        """Where to take all blocks from: (index in `left`, rank of the layout, part), each with blocks that those before have
+        """Places to take all blocks from: (index in `left`, rank of the layout, part), each with blocks that those before have
         not. Then the ranks of which blocks are missing. left: what each rank that is there now holds."""
         there = [(index, holding) for index, holding in enumerate(left) if holding is not None]
         offered: list[tuple[int, int, Part]] = []

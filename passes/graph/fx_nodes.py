@@ -1,6 +1,7 @@
 """Helpers on FX nodes that several passes use."""
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,6 +32,17 @@ def has_effect(node: Node) -> bool:
     whose operands are not dead code then either; all ranks of a group have the same graph, and leave out the same ones."""
     target: Any = node.target
     return node.is_impure() and not (is_collective(target) and not target._schema.is_mutable)
+
+
+def with_dependencies(nodes: Iterable[Node]) -> set[Node]:
+    """Nodes and all that they are computed from."""
+    found = set(nodes)
+    waiting = list(found)
+    while waiting:
+        new = set(waiting.pop().all_input_nodes) - found
+        found |= new
+        waiting += new
+    return found
 
 
 def memory_of(what: Any) -> int | None:

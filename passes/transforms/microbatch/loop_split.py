@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.compat import fake_mode_of
 from passes.errors import HpmlError
-from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, is_collective, memory_of
+from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, is_collective, memory_of, with_dependencies
 from passes.graph.graph_copy import copy_graph
 from passes.graph.loops.loop_parts import GraphFragment, LoopInput, LoopOutput, LoopSplit, MicrobatchRows
 from passes.op_rules.recomputable import is_recomputable
@@ -77,7 +77,7 @@ class _LoopSplitter:
     def __init__(self, gm: GraphModule, forward_outputs: int):
         self.gm = gm
         self.returned = list(gm.graph.output_node().args[0])
-        needed = _needed([x for x in self.returned[:forward_outputs] if isinstance(x, Node)])
+        needed = with_dependencies([x for x in self.returned[:forward_outputs] if isinstance(x, Node)])
         self.part: dict[Node, LoopPart] = {}
         self.late: dict[Node, bool] = {}
         for node in gm.graph.nodes:
@@ -143,7 +143,7 @@ class _LoopSplitter:
     def _body(self, loop: Sequence[Node], collects: Sequence[Node]) -> tuple[GraphModule, tuple[LoopInput, ...],
                                                                              tuple[LoopInput, ...]]:
         takes = [node for node in loop if node.target in ENTERS]
-        forward = _needed([node.args[0] for node in collects if not self.late[node]])
+        forward = with_dependencies([node.args[0] for node in collects if not self.late[node]])
         forward |= {user for node in forward for user in node.users if user.target is operator.getitem}
         # Forward before everything else: partitioners treat nodes before a forward node as computed by then.
         inside = self._with_constants([*loop, *collects])
@@ -222,17 +222,6 @@ def _rows(apart: Sequence[int], dim: int, size: Sequence[int]) -> MicrobatchRows
 def _collected(node: Node) -> LoopOutput:
     x, *rows = node.args
     return LoopOutput(node.name, None if node.target is ADD_UP else _rows(*rows), x.meta["val"])
-
-
-def _needed(nodes: Sequence[Node]) -> set[Node]:
-    """These nodes, and all their dependencies."""
-    found, stack = set(nodes), list(nodes)
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            if node not in found:
-                found.add(node)
-                stack.append(node)
-    return found
 
 
 def _read(nodes: Sequence[Node], own: Container[Node]) -> list[Node]:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.graph.fx_nodes import memory_of, returned_nodes
+from passes.graph.fx_nodes import memory_of, returned_nodes, with_dependencies
 
 LEAST_BYTES = 1 << 16
 """Zeros below this size cost less than the call that does without them."""
@@ -95,14 +95,8 @@ def _value(node: Node) -> object:
 
 def _is_of_graph(gm: GraphModule, losses: Sequence[Node]) -> bool:
     """True if most of the graph leads to these results."""
-    waiting, found = list(losses), set(losses)
-    while waiting:
-        for node in waiting.pop().all_input_nodes:
-            if node not in found:
-                found.add(node)
-                waiting.append(node)
-    calls = sum(node.op.startswith("call") for node in gm.graph.nodes)
-    return bool(losses) and sum(node.op.startswith("call") for node in found) >= LEAST_SHARE * calls
+    calls, needed = (sum(node.op.startswith("call") for node in nodes) for nodes in (gm.graph.nodes, with_dependencies(losses)))
+    return bool(losses) and needed >= LEAST_SHARE * calls
 
 
 def _is_written(node: Node) -> bool:

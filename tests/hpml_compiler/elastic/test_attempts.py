@@ -54,7 +54,7 @@ def cases() -> list[Case]:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_survivors_go_on(tmp_path: Path, case: Case) -> None:
-    """Where a rank hangs, the others' collectives fail after their timeout, and the launcher ends it."""
+    """Also where a rank hangs: the others' collectives fail after their timeout, and the launcher ends it."""
     replace, source = case.replace, case.source
     steps, left = 40 if replace else STEPS, {"0", "1", "2"} - {*case.lost.split(",")}
     hangs = {"HPML_TEST_HANGS": case.hangs, "HPML_PG_TIMEOUT_S": "6"} if case.hangs else {}
