@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 
 import hpml_compiler
+from hpml_compiler.runtime.outputs.loss_memory import LossMemories
+from hpml_compiler.runtime.outputs.output_wrapper import OutputUses
 from hpml_compiler.session import session
 from passes.errors import HpmlError
+from passes.session_state import state_of
 from tests.scripts.snapshot import Leaf, difference, digest, snapshot
 from tests.scripts.use import Script, Use
 
@@ -34,6 +37,8 @@ class Outcome:
     digest: str = ""
     memory: dict[str, float] = field(default_factory=dict)
     """Bytes by name, if they are measured."""
+    outputs: tuple[str, ...] = ()
+    """Where the script's work on outputs ran, of "in the step", "on shards" and "gathered"."""
 
 
 class Unfit(Exception):
@@ -69,7 +74,15 @@ def judge(use: Use, mesh: str, folder: Path, rank: int, expected: list[Leaf] | N
     wrong = difference(actual, expected, use.tolerance)
     if wrong is None and bool(graphs) != use.compiles:
         wrong = f"{graphs} graphs came to the backend"
-    return Outcome("different" if wrong else "same", wrong or "", time.perf_counter() - start, graphs, digest(actual))
+    return Outcome("different" if wrong else "same", wrong or "", time.perf_counter() - start, graphs, digest(actual),
+                   outputs=_places_of_work())
+
+
+def _places_of_work() -> tuple[str, ...]:
+    uses = state_of(OutputUses).values()
+    found = {"in the step": any(memory.losses for memory in state_of(LossMemories)),
+             "on shards": any(use.on_shards for use in uses), "gathered": any(use.gathers for use in uses)}
+    return tuple(name for name, is_so in found.items() if is_so)
 
 
 def seen_within_least(use: Use, script: Script) -> list[Leaf]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.helpers.frozen import freeze
 from tests.helpers.ranks import RanksFailed, run_ranks
 from tests.scripts.compare import Outcome, judge
-from tests.scripts.use import find
+from tests.scripts.use import FOUR_RANKS, find
 
 RANKS = 2
 os.environ.setdefault("HPML_QUICK_PROFILE", "0")  # what a plan costs does not matter here, and each use is a new session
@@ -25,17 +25,22 @@ Case = tuple[str, str]
 
 def outcomes(folder: Path, cases: list[Case]) -> dict[Case, Outcome]:
     """The outcome of every case, by as many launches as it takes."""
+    larger = [case for case in cases if case[1] in FOUR_RANKS]
+    return _outcomes(folder, [case for case in cases if case not in larger], RANKS) | _outcomes(folder, larger, 2 * RANKS)
+
+
+def _outcomes(folder: Path, cases: list[Case], ranks: int) -> dict[Case, Outcome]:
     found: dict[Case, Outcome] = {}
     while cases:
         here = Path(tempfile.mkdtemp(prefix="uses-", dir=folder))
         limit_s = 30 + sum(find(name).limit_s for name, _ in cases)
         log = "it ended without a word"
         try:
-            run_ranks(here, run_uses, RANKS, args=(cases, str(here)), timeout_s=limit_s)
+            run_ranks(here, run_uses, ranks, args=(cases, str(here)), timeout_s=limit_s)
         except RanksFailed as failure:
             log = str(failure)
         for number, case in enumerate(cases):
-            parts = [read(here / f"{number}.{rank}") for rank in range(RANKS)]
+            parts = [read(here / f"{number}.{rank}") for rank in range(ranks)]
             if all(part is None for part in parts) and number:
                 break
             found[case] = together(parts, log)
@@ -54,7 +59,7 @@ def run_uses(rank: int, cases: list[Case], folder: str) -> None:
         Path(folder, f"{number}.{rank}").write_bytes(pickle.dumps(outcome))
         if outcome.verdict == "crashed":
             return
-        verdicts: list[str] = [""] * RANKS
+        verdicts: list[str] = [""] * dist.get_world_size()
         with contextlib.suppress(RuntimeError):  # the peer is gone
             dist.all_gather_object(verdicts, outcome.verdict)
         if set(verdicts) != {outcome.verdict}:

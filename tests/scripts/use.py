@@ -32,6 +32,9 @@ FURTHER: dict[str, dict[str, Any]] = {
     "zero2": {"mesh": {"dp": 2}, "zero": 2}, "zero3": {"mesh": {"dp": 2}, "zero": 3},
     "budget": {"mesh": {"dp": 2}, "memory_budget": 1}}
 """Those that uses run on only when asked to. budget: the smallest one that hpml says would do."""
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "dp4": {"mesh": {"dp": 4}}, "stages of 2": {"mesh": {"pp": 2, "dp": 2}, "microbatches": 2}}
+"""Those of four ranks, likewise."""
 FAMILIES = "tests.scripts.uses"
 ByMesh = str | Mapping[str, str]
 """One text for all meshes, or mesh -> text for some."""
@@ -39,7 +42,7 @@ ByMesh = str | Mapping[str, str]
 
 @dataclass
 class Script:
-    """What a use does otherwise when it is split. `mesh` is a name in MESHES or FURTHER; None is one device."""
+    """What a use does otherwise when it is split. `mesh` is a name in MESHES, FURTHER or FOUR_RANKS; None is one device."""
 
     mesh: str | None
     folder: Path
@@ -52,7 +55,7 @@ class Script:
         if self.mesh is None:
             return model
         budget = {"memory_budget": self.budget_bytes} if self.budget_bytes else {}
-        options = {"compiler": "eager", **(MESHES | FURTHER)[self.mesh], **budget, **options}
+        options = {"compiler": "eager", **(MESHES | FURTHER | FOUR_RANKS)[self.mesh], **budget, **options}
         return torch.compile(model, backend="hpml", options=options)
 
     def distribute(self, loader: Iterable[Any]) -> Iterable[Any]:
