@@ -1,19 +1,22 @@
 """Several ranks: models whose script computes the loss, or that break the graph, against DDP. Step time and peak per rank.
 
-    torchrun --nproc-per-node 2 benchmarks/outputs.py [--rounds 10] [--models language unet llama ...] [--contenders ddp hpml]
+    torchrun --nproc-per-node 2 benchmarks/outputs.py [--rounds 10] [--models language unet zoo:led ...] [--contenders ddp hpml]
 
 Contenders train copies of one model on the same global batch, interleaved, one thread per rank: DDP compiled with inductor,
 hpml, hpml_inside, the same model wrapped to compute its loss, and hpml_whole, which gathers what graphs return. language, unet
 and llama return logits, from which the script computes the loss; the others are Hugging Face's as published, which return it,
-some after a graph break. Reports the median step of the slowest rank, and the largest peak of allocations in a step over the
-ranks, above parameters and gradients. recording_us is the time of a step in which hpml notes what the script calls on outputs.
+some after a graph break. zoo:NAME is an architecture of tests/zoo, tiny, with eight times its rows. Reports the median step of
+the slowest rank, and the largest peak of allocations in a step over the ranks, above parameters and gradients. recording_us is
+the time of a step in which hpml notes what the script calls on outputs; gathered lists outputs that were gathered, and by what.
 """
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +28,9 @@ from torch import nn
 from two_ranks import slowest, timed
 
 from hpml_compiler.runtime.outputs import record
+from hpml_compiler.runtime.outputs.output_wrapper import OutputUses
 from hpml_compiler.session import session
+from passes.session_state import state_of
 
 WORDS, CLASSES = 8192, 21
 
@@ -111,6 +116,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Te
     "vit": (hugging_face("ViT", image_size=32, patch_size=4, **_TINY), images),
 }
 OUTSIDE = ("language", "unet", "llama")
+ZOO_ROWS = 8
+
+
+def made(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model and its batch."""
+    kind, _, architecture = name.rpartition(":")
+    if not kind:
+        make, batch_of = MODELS[name]
+        return make(), batch_of()
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.zoo.models import pick
+
+    model, batch = pick(architecture).make(torch.float32)
+    return model, {key: x.repeat(ZOO_ROWS, *[1] * (x.dim() - 1)) for key, x in batch.items()}
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -133,8 +152,7 @@ class Contender:
 
     def __init__(self, name: str, kind: str) -> None:
         torch.manual_seed(0)
-        make, batch_of = MODELS[name]
-        model, self.batch, self.outside = make(), batch_of(), name in OUTSIDE and kind != "hpml_inside"
+        (model, self.batch), self.outside = made(name), name in OUTSIDE and kind != "hpml_inside"
         self.held = sum(2 * p.numel() * p.element_size() for p in model.parameters())
         if kind == "ddp":
             rank, world = dist.get_rank(), dist.get_world_size()
@@ -193,18 +211,21 @@ def compare(name: str, kinds: list[str], rounds: int) -> None:
             times[kind] += turn(lambda kind=kind: timed(found[kind].step, time.perf_counter))
     peaks = {kind: round(slowest(peak_above(each.step, each.held)) / 2**20, 1) for kind, each in found.items()}
     spent = recording_us(found["hpml"].step) if "hpml" in found else 0.0
+    gathered = [use.described() for use in state_of(OutputUses).values() if use.gathers]
     medians = {kind: round(1e3 * median(each), 1) for kind, each in times.items()}
     ratios = {kind: round(median([a / b for a, b in zip(each, times["ddp"], strict=True)]), 3)
               for kind, each in times.items() if "ddp" in times}
     if dist.get_rank() == 0:
         report({"benchmark": "outputs", "world": dist.get_world_size(), "model": name, "rounds": rounds,
-                "median_step_ms": medians, "ratio_to_ddp": ratios, "peak_above_mib": peaks, "recording_us": round(spent)})
+                "median_step_ms": medians, "ratio_to_ddp": ratios, "peak_above_mib": peaks, "recording_us": round(spent),
+                "gathered": gathered})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL",
+                        help=f"{', '.join(MODELS)}, or zoo:NAME")
     parser.add_argument("--contenders", nargs="+", default=["ddp", "hpml", "hpml_inside", "hpml_whole"])
     args = parser.parse_args()
     torch.set_num_threads(1)

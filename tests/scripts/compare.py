@@ -61,7 +61,8 @@ def judge(use: Use, mesh: str, folder: Path, rank: int, expected: list[Leaf] | N
         raise Unfit(f"{type(error).__name__} on one device: {error}") from error
     start_split, compiled_before = time.perf_counter(), _compiled()
     try:
-        actual = seen_within_least(use, Script(mesh, folder / "split", rank))
+        script = Script(mesh, folder / "split", rank)
+        actual = seen_within_least(use, script)
     except Exception as error:
         words = refusal_of(error)
         detail = words or "".join(traceback.format_exception(error))
@@ -75,14 +76,14 @@ def judge(use: Use, mesh: str, folder: Path, rank: int, expected: list[Leaf] | N
     if wrong is None and bool(graphs) != use.compiles:
         wrong = f"{graphs} graphs came to the backend"
     return Outcome("different" if wrong else "same", wrong or "", time.perf_counter() - start, graphs, digest(actual),
-                   outputs=_places_of_work())
+                   outputs=tuple(script.places))
 
 
-def _places_of_work() -> tuple[str, ...]:
+def _places_of_work() -> list[str]:
     uses = state_of(OutputUses).values()
     found = {"in the step": any(memory.losses for memory in state_of(LossMemories)),
              "on shards": any(use.on_shards for use in uses), "gathered": any(use.gathers for use in uses)}
-    return tuple(name for name, is_so in found.items() if is_so)
+    return [name for name, is_so in found.items() if is_so]
 
 
 def seen_within_least(use: Use, script: Script) -> list[Leaf]:
@@ -116,6 +117,7 @@ def seen(use: Use, script: Script) -> list[Leaf]:
         dist.barrier()
     try:
         value = use.run(script)
+        script.places[:] = _places_of_work()
         generator = torch.get_rng_state()  # before what gathering may draw
         return snapshot({"returned": value, **({"generator": generator} if use.generator else {})})
     finally:

@@ -28,7 +28,7 @@ def loop(function: Callable[[Script], Any]) -> Callable[[Script], Any]:
     @functools.wraps(function)
     def within(hp: Script) -> Any:
         torch.manual_seed(1)
-        with small_outputs():
+        with small_outputs(wait=True):
             return function(hp)
 
     del within.__wrapped__

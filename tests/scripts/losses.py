@@ -70,7 +70,7 @@ def train(hp: Script, kind: type[Any], loss_of: Callable[[torch.Tensor, int], Fo
     """Some steps with the loss in the script -> what it saw of each, model and optimizer."""
     torch.manual_seed(1)
     model = kind().double()
-    with small_outputs():
+    with small_outputs(wait=True):
         call, optimizer, seen = hp.compile(model), sgd(model, lr=0.02), []
         for step in range(STEPS):
             optimizer.zero_grad()

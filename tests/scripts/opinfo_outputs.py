@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpml_compiler.compile.wrapper import loss_of_script
 from hpml_compiler.runtime.outputs import record, recorded_output
 from passes.graph import graph_signature
 from tests.operators import database
@@ -24,10 +25,11 @@ FAMILY = "opinfo_outputs"
 
 
 @contextlib.contextmanager
-def small_outputs() -> Iterator[None]:
-    """Outputs and results of any size are as large ones."""
-    changed = [(module, name, getattr(module, name)) for module, name in (
-        (graph_signature, "LEAST_SHARDED_BYTES"), (record, "SMALL_BYTES"), (recorded_output, "SMALL_BYTES"))]
+def small_outputs(wait: bool = False) -> Iterator[None]:
+    """Outputs and results of any size are as large ones. wait: also as those whose graph waits for the script's loss."""
+    names = [(graph_signature, "LEAST_SHARDED_BYTES"), (record, "SMALL_BYTES"), (recorded_output, "SMALL_BYTES")]
+    names += [(loss_of_script, "SMALL_BYTES")] if wait else []
+    changed = [(module, name, getattr(module, name)) for module, name in names]
     try:
         for module, name, _ in changed:
             setattr(module, name, -1)

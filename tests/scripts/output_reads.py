@@ -109,7 +109,7 @@ def _loop(hp: Script, read: Read, moment: str, every: int = 1) -> Any:
     torch.manual_seed(1)
     model = Net(dropout=0.25 if moment == "after backward" else 0.0).double()
     kept: list[Any] = []
-    with small_outputs():
+    with small_outputs(wait=True):
         call, optimizer, before = hp.compile(model), sgd(model, lr=0.02), None
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -139,7 +139,7 @@ def _collected(hp: Script) -> Any:
     """Logits of 50 steps, read after the last."""
     torch.manual_seed(1)
     model = Net().double()
-    with small_outputs():
+    with small_outputs(wait=True):
         call, optimizer, kept = hp.compile(model), sgd(model, lr=0.02), []
         for step in range(50):
             optimizer.zero_grad()

@@ -27,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.scripts.table_of_losses", description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--mesh", action="append", choices=[*MESHES, *FURTHER, *FOUR_RANKS])
+    parser.add_argument("--part", default="0/1", help="k/n: every n-th use from the k-th on")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     names = [
@@ -35,6 +36,8 @@ def main() -> int:
         for use in uses_of(family)
         if not asked.names or any(part in use.name for part in asked.names)
     ]
+    part, of = map(int, asked.part.split("/"))
+    names = names[part::of]
     with tempfile.TemporaryDirectory() as folder:
         file = asked.json or Path(folder, "losses.jsonl")
         meshes = asked.mesh or OUTSIDE

@@ -50,6 +50,8 @@ class Script:
     rank: int = 0
     budget_bytes: int = 0
     """In place of the one that a mesh has."""
+    places: list[str] = field(default_factory=list)
+    """Where the work on outputs ran, once it did."""
 
     def compile(self, model: Any, **options: Any) -> Any:
         if self.mesh is None:
