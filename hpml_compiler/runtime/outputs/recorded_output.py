@@ -59,7 +59,9 @@ class RecordedOutput(DeferredOutput):
         self.record.stop(self.number)
         self.read()
         if "value" in vars(self):  # sharded, as the call returns it from then on
-            self.become(to_full_tensor(vars(self).pop("value")))
+            full = to_full_tensor(vars(self).pop("value"))
+            with torch.set_grad_enabled(full.requires_grad):  # the sharded output holds `full`, and would hold this object
+                self.become(full.view_as(full))
 
     @classmethod
     @compat.untraced

@@ -273,11 +273,20 @@ def two_calls(t):
     return [loss]
 
 
+def taken_between(t):
+    t.size_of = vars(t).get("size_of") or torch.compile(lambda z: z.square().mean(), backend="eager")
+    z = t.call(X)
+    apart = (z - SOFT).abs()
+    loss = t.size_of(z) + apart.mean()
+    loss.backward()
+    return [loss]
+
+
 SCENES = {plain: IN_STEP, kept_logits: IN_STEP, metrics_first: ALONE, metrics_between: IN_STEP, warm_up: IN_STEP,
           several: IN_STEP, evaluated: IN_STEP, twice: ALONE, of_two_sizes: IN_STEP, accumulated: IN_STEP, scaled: IN_STEP,
           noisy: ALONE, dropped: IN_STEP, normed: ALONE, changed_target: IN_STEP, changed_parameter: ALONE, again: IN_STEP,
           asked: IN_STEP, asked_between: ALONE, asked_after: ALONE, hooked: ALONE, failing: IN_STEP, saved: IN_STEP,
-          own_loop: IN_STEP, checkpointed: ALONE, small_and_large: IN_STEP, two_calls: ALONE}
+          own_loop: IN_STEP, checkpointed: ALONE, small_and_large: IN_STEP, two_calls: ALONE, taken_between: ALONE}
 USES = {plain: (1, set()), kept_logits: (7, {"argmax", "max", "logsumexp"}), metrics_first: (7, {"argmax"})}
 """Calls, of 7, in which the logits are made, and functions that the script calls on them; with a mesh of two ranks."""
 
