@@ -27,7 +27,7 @@ from hpml_compiler.units import (
 from passes.batch_balance.row_counts import apportioned
 from passes.checkpointing.pinned_recomputation import Recompute
 from passes.errors import BadInput
-from passes.hardware.gradient_compression import EVERY, rank_of
+from passes.hardware.gradient_compression import AVERAGE, EVERY, rank_of
 from passes.hardware.mesh import BETWEEN
 
 OptimizerOption = Literal["auto", "adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
@@ -66,6 +66,11 @@ OuterOptimizer = Annotated[tuple[float, float], BeforeValidator(parse_outer_opti
 Rows = Annotated[dict[str, tuple[int, ...]] | Literal["even", "whole"], BeforeValidator(parse_rows)]
 Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 PlanOrPath = Annotated[str | Plan | MixedPlan, BeforeValidator(_path_text)]
+
+
+def outer_states(options: Any) -> int:
+    """State tensors of the outer optimizer per parameter: the last average and momentum, except where replicas are averaged."""
+    return 2 if options.local_steps and options.outer_optimizer != AVERAGE else 0
 
 
 def check_mesh(mesh: Mapping[str, int], world_size: int) -> None:

@@ -30,6 +30,7 @@ from hpml_compiler.option_values import (
     check_mesh,
     mesh_and_rows,
     mixed_plan_of,
+    outer_states,
     plan_of_mesh,
 )
 from hpml_compiler.plan_api.model_plan import Plan
@@ -123,8 +124,7 @@ class Options(BaseModel):
         "false: it traces four of the repeated layers and extrapolates"
     )
     objective: Objective = Field(
-        "time", description='objective of the solver: "time" of one step, or "energy" of one step on all devices'
-    )
+        "time", description='objective of the solver: "time" of one step, or "energy" of one step on all devices')
     power_cap: Watts | None = Field(
         None, description='power limit per device in watts: a number, or text such as "300W"; above its idle power'
     )
@@ -249,9 +249,8 @@ class Options(BaseModel):
 
     @property
     def resident_states(self) -> int:
-        """Number of optimizer state tensors per parameter that stay in device memory (are not offloaded)."""
-        return 0 if self.offloads("optimizer") else self.optimizer_states
-
+        """Number of state tensors of optimizers, the outer one included, per parameter that stay in device memory."""
+        return outer_states(self) + (0 if self.offloads("optimizer") else self.optimizer_states)
     def offloads(self, part: Literal["saved", "optimizer"]) -> bool:
         return self.offload in (part, "all")
 

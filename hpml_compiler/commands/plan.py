@@ -145,12 +145,13 @@ def peak_of(found: Any) -> Any:
 def _memory(found: Any) -> dict[str, Any]:
     """Memory entries of the JSON output, for a plan for like devices."""
     from hpml_compiler.plan_api.model_plan import Plan
-    from hpml_compiler.visualize.description.copies_memory import copy_bytes
+    from hpml_compiler.visualize.description.copies_memory import copy_bytes, low_rank_bytes
     from hpml_compiler.visualize.memory_explanation import memory_json
 
     if not isinstance(found, Plan) or not found.graphs:
         return {}
-    return {"memory": memory_json(found, peak_of(found)), "copies_bytes": copy_bytes(found)}
+    return {"memory": memory_json(found, peak_of(found)), "copies_bytes": copy_bytes(found),
+            "low_rank_bytes": low_rank_bytes(found)}
 
 
 def _print_table(found: Any) -> None:

@@ -13,7 +13,7 @@ from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.pipeline_records import MicrobatchPlan
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, ParameterPlan, SolverReport
-from hpml_compiler.visualize.description.copies_memory import copy_bytes
+from hpml_compiler.visualize.description.copies_memory import copy_bytes, low_rank_bytes
 from hpml_compiler.visualize.description.describe_plan import describe
 from hpml_compiler.visualize.description.records import (
     WAITING,
@@ -85,6 +85,8 @@ def _lines(plan: PlanContent, found: PlanDescription, width: int) -> Iterator[Re
         yield labelled("per device", describe_memory(plan.memory, plan.peak) + _of_limit(found))
     if copies := copy_bytes(plan):
         yield labelled("copies", f"{format_bytes(copies)} of host memory per rank besides, for `redundancy`")
+    if errors := low_rank_bytes(plan):
+        yield labelled("PowerSGD", f"at most {format_bytes(errors)} per device besides, for errors and bases")
     for attempt in plan.rejected[:MOST_NAMES]:
         cost = "" if attempt.cost is None else f"{format_objective(attempt.cost, attempt.objective)}, "
         yield labelled("rejected", f"mesh {format_mesh(attempt.mesh)}: {cost}{attempt.reason}")

@@ -22,6 +22,8 @@ NARROW = {"bf16": "bfloat16", "fp16": "float16"}
 """Short names of the dtypes that gradients are rounded to."""
 EVERY = "*"
 """In place of an axis: all axes. BETWEEN: those whose groups cross nodes."""
+AVERAGE = (1.0, 0.0)
+"""Learning rate and momentum of the outer optimizer after "local:STEPS" that takes the mean, and has no state."""
 LEAST_GAIN = 2
 """PowerSGD leaves matrices alone that have less than so many times the elements of their two factors."""
 

@@ -111,7 +111,7 @@ def _too_small(least: MemoryTrace, share: BudgetShare, options: Options) -> Infe
         remedies.append("remove the graph break, so that these graphs are planned together")
     if not options.offloads("saved"):
         remedies.append('set offload="saved"')
-    if 2 * share.state > smallest and options.resident_states:
+    if 2 * share.state > smallest and options.optimizer_states and not options.offloads("optimizer"):
         remedies.append('set offload="optimizer"')
     offloaded = " or offloaded" if options.offloads("saved") else ""
     error = Infeasible(

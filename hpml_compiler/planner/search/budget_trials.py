@@ -35,8 +35,10 @@ def plan_by_trials(plan: Callable[..., PlanResult], trial: DryRun, allowance: Wo
 
     if trial.step.hurried:
         return first_within_budget(placed, try_out, sharing.budget, allowance, sharing.other_graphs_bytes, sharing.options.gap)
-    remedies = [] if sharing.options.offloads("saved") else ['offload="saved"']
-    if sharing.options.resident_states and trial.step.cluster.device.kind == "cpu":  # several GPUs do not support it
+    options = sharing.options
+    remedies = [] if options.offloads("saved") else ['offload="saved"']
+    on_cpu = trial.step.cluster.device.kind == "cpu"  # several GPUs do not support it
+    if options.optimizer_states and not options.offloads("optimizer") and on_cpu:
         remedies.append('offload="optimizer"')
     return search_within_budget(placed, try_out, sharing.budget, allowance, sharing.other_graphs_bytes, sharing.options.gap,
                                 remedies)

@@ -25,14 +25,13 @@ from hpml_compiler.runtime.process.world_group import this_rank
 from hpml_compiler.runtime.watchdog.rank_status import Location, RankStatus
 from passes import compat
 from passes.hardware.axis import Axes
-from passes.hardware.gradient_compression import steps_apart
+from passes.hardware.gradient_compression import AVERAGE, steps_apart
 from passes.session_state import state_of
 
 log = logging.getLogger("hpml")
 
 c10d = torch.ops._c10d_functional
 BUCKET_BYTES = 64 * 2**20
-AVERAGE = (1.0, 0.0)
 
 
 @dataclass(frozen=True)

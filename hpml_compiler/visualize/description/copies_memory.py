@@ -1,8 +1,9 @@
-"""Bytes of the copies of state that `redundancy` keeps, from a plan."""
+"""Bytes that a plan's peak does not include: copies of state (`redundancy`), and the state of PowerSGD."""
 from __future__ import annotations
 
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.schema import GraphPlan
+from passes.hardware.gradient_compression import rank_of
 
 VERSIONS = 2
 """Copies of two steps are kept: that of one until all ranks have that of the next."""
@@ -22,6 +23,12 @@ def copy_bytes(plan: PlanContent) -> int:
         return 0
     sharded, whole = map(max, zip(*map(_state_bytes, plan.step_graphs)))
     return VERSIONS * ((1 + redundancy) * sharded + whole) if sharded else 0
+
+
+def low_rank_bytes(plan: PlanContent) -> int:
+    """Device memory of a rank for PowerSGD: the error of each gradient, and at most what it sends, for its basis."""
+    return sum(each.multiplicity * (hop.whole_bytes + hop.bytes) for graph in plan.step_graphs for each in graph.redistributions
+               for hop in each.hops if rank_of(hop.compression))
 
 
 def _state_bytes(graph: GraphPlan) -> tuple[int, int]:

@@ -31,9 +31,9 @@ class Net(nn.Module):
         return self.head(nn.functional.dropout(y, 0.1)).square().mean()
 
 
-def plan(kind: str, rows: int = 6) -> object:
+def plan(kind: str, rows: int = 6, outer: str = "average") -> object:
     return hpml_compiler.plan(Net(kind), (torch.zeros(rows, WIDTH),), cluster="2x1:h100-80g", mesh={"dp": 2},
-                              local_steps={"dp": 4})
+                              local_steps={"dp": 4}, outer_optimizer=outer)
 
 
 @pytest.mark.parametrize("kind, message", [
@@ -60,3 +60,9 @@ def test_the_plan_says_it_and_counts_a_share_of_the_bytes():
     assert {hop.compression for hop in hops} == {"local:4"}
     assert all(hop.bytes == max(1, round(hop.whole_bytes / 4)) for hop in hops)
     assert "parameters averaged every 4 steps" in found.table(100)
+
+
+def test_the_state_of_the_outer_optimizer_is_memory():
+    """Two tensors of each parameter's size, beside AdamW's two."""
+    without, outer = (plan("plain", outer=name).step_graphs[0].memory for name in ("average", "nesterov"))
+    assert outer.optimizer == 2 * without.optimizer and outer.peak - without.peak == without.optimizer
