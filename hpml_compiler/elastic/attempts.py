@@ -167,6 +167,8 @@ class _Run:
         state.take(LossNotice)
         if self.kept is not None:
             self.kept.close()
+        if self.membership is not None:
+            self.membership.close()
 
     def is_of_lost_rank(self, error: Exception) -> bool:
         """True if the launcher has lost a rank, so that this error is a consequence."""
@@ -188,6 +190,7 @@ class _Run:
 
     def _wait_for_invitation(self, membership: Membership) -> None:
         while not membership.changed or membership.own not in membership.members(membership.newest()):
+            membership.check_launcher()
             time.sleep(0.01)
 
     # -- with other ranks than before ------------------------------------------------------------------------------------
@@ -210,14 +213,19 @@ class _Run:
         while True:
             generation = membership.newest()
             if membership.wait_until_ready(generation):
+                membership.generation = generation
                 try:
-                    return self._join(membership, generation, is_there or self.kept is not kept, (begun, left))
+                    return self._join(membership, is_there or self.kept is not kept, (begun, left))
                 except Exception as error:
-                    if not membership.changed and not (is_distributed(error) and membership.changes_soon()):
+                    if not self.is_of_lost_rank(error):
                         raise
+                    log.info("these ranks did not go on together: %s", error)
+                    self.checkpointer.give_up_saves()
                     leave_world()
 
-    def _join(self, membership: Membership, generation: int, is_there: bool, times: tuple[float, float]) -> int:
+    def _join(self, membership: Membership, is_there: bool, times: tuple[float, float]) -> int:
+        self.say("forms")
+        generation = membership.generation
         members = membership.members(generation)
         form_world(generation, members.index(membership.own), len(members), membership.store_of(generation))
         formed = time.monotonic()
@@ -226,7 +234,6 @@ class _Run:
         self._keep(done)
         if done and self.checkpointer.every and done % self.checkpointer.every == 0 and not self.checkpointer.has(done):
             self.checkpointer.save(done - 1)  # the one of that step was given up
-        membership.generation = generation
         self.say("steps")
         now = time.monotonic()
         text = f"go on with {len(members)} ranks from {source}, after step {done}"

@@ -2,8 +2,8 @@
 
 torchrun's agent ends all ranks when one has failed. This one announces the members that are left in its store (see
 `membership`), and may start another process in the place of a lost one. A rank that hangs is ended: one that is in a step, and
-whose collectives have not failed with those of the others. It restarts all ranks where one is lost while another is not in its
-steps.
+whose collectives have not failed with those of the others, or that does not leave its step. Ranks that fail to form a group
+although none is lost are announced again. All ranks are restarted where one is lost while another is not in its steps.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +29,10 @@ from passes.errors import BadInput
 log = logging.getLogger("hpml")
 POLL_S = 0.02
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+FAILED_S = 0.5  # from a failure to form a group to the next try: a rank that is lost is noticed within that
+TRIES = 5  # to form a group of the same ranks
+SILENT_S, LONGEST_S = 60.0, 600.0  # for a rank's thread to notice that ranks are announced, and for the rank to leave its step
+TOGETHER = {"steps", "waits", "forms", "joins"}
 
 
 def run_elastic(command: Sequence[str], ranks: int, restarts: int, replace: bool, stop_s: float, alone: bool) -> int:
@@ -49,16 +53,33 @@ class MemberProcess:
     number: int
     process: subprocess.Popen[bytes]
     error_file: Path
-    hung: bool = False
+    hung: str = ""
+
+    def end_hung(self, why: str) -> None:
+        self.hung = why
+        self.process.kill()
+        self.process.wait()
 
     def ending(self) -> str:
         code, word = self.process.returncode, {}
         if self.hung:
-            return f"hung: its collectives did not fail within {HUNG_S:.0f} s of those of the others; its process was ended"
+            return f"hung: {self.hung}; its process was ended"
         if self.error_file.is_file():
             word = json.loads(self.error_file.read_text() or "{}")
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return how + (f": {word['message']}" if word.get("message") else "")
+
+
+@dataclass
+class Generation:
+    """A set of ranks that were announced. tries: to form a group of them. settled: all have left the group of before."""
+
+    number: int
+    members: list[int]
+    tries: int = 1
+    since: float = field(default_factory=time.monotonic)
+    settled: bool = False
+    failed_at: float = 0.0  # -1.0: decided what to do about it
 
 
 class ElasticLauncher:
@@ -68,11 +89,11 @@ class ElasticLauncher:
     def __init__(self, command: Sequence[str], ranks: int, restarts: int, replace: bool, stop_s: float = 30.0) -> None:
         self._command, self._ranks, self._restarts, self._replace, self._stop_s = [*command], ranks, restarts, replace, stop_s
         self._server: Any = None
-        self._generation = self._started = 0
+        self._started = 0
+        self._generation = Generation(0, [])
         self._members: list[MemberProcess] = []
         self._joining: list[MemberProcess] = []
         self._received = 0
-        self._failed_at = 0.0
 
     def run(self) -> int:
         """Run until all ranks have ended; returns the exit code: of the rank whose loss ended the run, 128 + N for signal N."""
@@ -97,11 +118,12 @@ class ElasticLauncher:
                 return 128 + self._received
             self._members = [each for each in self._members if each.process.poll() != 0]
             self._joining = [each for each in self._joining if self._is_wanted(each)]
-            self._end_hung()
+            self._settle(folder)
             lost = [each for each in self._members if each.process.poll() is not None]
             if lost and (code := self._lost(lost, folder)):
                 return code
-            if arrived := [each for each in self._joining if self._state(each) == "joins"]:
+            arrived = [each for each in self._joining if self._state(each) == "joins"]
+            if arrived and all(self._state(each) in TOGETHER for each in self._members):
                 self._joining = [each for each in self._joining if each not in arrived]
                 log.warning("%d more ranks join", len(arrived))
                 self._announce([*self._members, *arrived])
@@ -124,57 +146,90 @@ class ElasticLauncher:
             self._end_all(signal.SIGTERM)
             return code if code > 0 else 128 - code
         states = {self._state(each) for each in left}
-        together = bool(states & {"steps", "waits"}) and states <= {"steps", "waits", "joins"}
-        self._restarts -= len(lost) if together else 1
-        if not together:
-            log.error("%s; all ranks are restarted", places)
-            self._end_all(signal.SIGTERM)
-            self._start_all(folder)
+        if states <= {"joins"} or not states <= TOGETHER:
+            self._restart(places, folder)
             return 0
+        self._restarts -= len(lost)
         log.error("%s; the other %d go on", places, len(left))
         self._announce(left)
         for _ in lost if self._replace else ():
             self._joining.append(self._start(folder, 0, 1, joins=True))
         return 0
 
+    def _restart(self, why: str, folder: Path) -> None:
+        log.error("%s; all ranks are restarted", why)
+        self._restarts -= 1
+        self._end_all(signal.SIGTERM)
+        self._start_all(folder)
+
     def _start_all(self, folder: Path) -> None:
         self._server = compat.loopback_store()  # process groups of ranks that were ended leave their addresses in a store
         self._store: Any = compat.store_below(PREFIX, self._server)
-        self._generation, self._failed_at = self._generation + 1, 0.0
+        self._generation = Generation(self._generation.number + 1, [], settled=True)
         self._members = [self._start(folder, rank, self._ranks) for rank in range(self._ranks)]
 
-    def _announce(self, members: list[MemberProcess]) -> None:
-        self._members, self._generation, self._failed_at = members, self._generation + 1, 0.0
-        self._store.set(f"members/{self._generation}", json.dumps([each.number for each in members]))
+    def _announce(self, members: list[MemberProcess], tries: int = 1) -> None:
+        self._members = members
+        self._generation = Generation(self._generation.number + 1, [each.number for each in members], tries)
+        self._store.set(f"members/{self._generation.number}", json.dumps(self._generation.members))
 
     def _start(self, folder: Path, rank: int, ranks: int, joins: bool = False) -> MemberProcess:
         number, self._started = self._started, self._started + 1
         error_file = folder / f"error{number}.json"
-        environment: Mapping[str, str] = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        process = self._process({
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
             "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._server.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(self._generation),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(self._generation.number),
             "TORCHELASTIC_ERROR_FILE": str(error_file), "PYTHONUNBUFFERED": "1",
-            ID: str(number), FIRST: str(self._generation), JOINS: str(int(joins))}
-        return MemberProcess(number, subprocess.Popen(self._command, env=environment), error_file)
+            ID: str(number), FIRST: str(self._generation.number), JOINS: str(int(joins))})
+        return MemberProcess(number, process, error_file)
 
-    def _end_hung(self) -> None:
-        """End the members that are in a step but whose collectives do not fail, once those of others have."""
-        failed = f"failed/{self._generation}"
-        if self._failed_at < 0.0 or not self._store.add(failed, 0):
+    def _process(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self._command, env={**os.environ, **environment})
+
+    def _settle(self, folder: Path) -> None:
+        """See to ranks that do not come together, none being lost."""
+        now, generation = time.monotonic(), self._generation
+        if not generation.settled:
+            absent = self._without(f"ready/{generation.number}", generation.members)
+            generation.settled = not absent
+            if set(absent) - {each.number for each in self._members}:  # it ended the run while the others were announced
+                if all(self._state(each) == "joins" for each in self._members):
+                    self._end_all(signal.SIGTERM)
+                else:
+                    self._announce(self._members, generation.tries)
+            elif now - generation.since > SILENT_S:
+                silent = self._without(f"endpoints/{generation.number}", absent)
+                self._end_hung(absent if now - generation.since > LONGEST_S else silent, "it did not leave its step")
+        failed = f"failed/{generation.number}"
+        if generation.failed_at < 0.0 or not self._store.add(failed, 0):
             return
-        self._failed_at = self._failed_at or time.monotonic()
-        still = [each for each in self._members if not self._store.check([f"{failed}/{each.number}"])]
-        if still and time.monotonic() - self._failed_at < HUNG_S:
+        generation.failed_at = generation.failed_at or now
+        still = self._without(failed, [each.number for each in self._members])
+        forms = any(self._state(each) == "forms" for each in self._members if each.number not in still)
+        if still and now - generation.failed_at < (FAILED_S if forms else HUNG_S):
             return
-        self._failed_at = -1.0  # decided for this generation
-        hung = [each for each in still if self._state(each) == "steps"]
-        for each in hung:
-            each.hung = True
-            each.process.kill()
-            each.process.wait()
-        if not hung:
-            self._store.set(f"all_failed/{self._generation}", "yes")
+        generation.failed_at = -1.0
+        if forms and generation.tries >= TRIES and self._restarts:
+            self._restart(f"{len(self._members)} ranks did not form a group in {TRIES} tries", folder)
+            return
+        if forms and generation.tries < TRIES:
+            self._announce(self._members, generation.tries + 1)
+            return
+        hung = [each.number for each in self._members if each.number in still and self._state(each) == "steps"]
+        if not self._end_hung(hung, f"its collectives did not fail within {HUNG_S:.0f} s of those of the others"):
+            self._store.set(f"all_failed/{generation.number}", "yes")
+
+    def _without(self, key: str, numbers: Sequence[int]) -> list[int]:
+        """Members that have not set their key."""
+        return [each for each in numbers if not self._store.check([f"{key}/{each}"])]
+
+    def _end_hung(self, numbers: Sequence[int], why: str) -> bool:
+        """End these members; True if there are any."""
+        for each in self._members:
+            if each.number in numbers:
+                each.end_hung(why)
+        return bool(numbers)
 
     def _state(self, member: MemberProcess) -> str:
         key = f"state/{member.number}"
