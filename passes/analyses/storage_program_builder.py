@@ -27,7 +27,7 @@ from passes.graph.user_checkpointing import UserPolicy, user_policy_of
 from passes.json_records import FrozenMap
 from passes.op_rules.call_rules import spec_of
 from passes.op_rules.opaque_calls import leaves_of
-from passes.op_rules.recomputable import is_recomputable
+from passes.op_rules.recomputable import is_recomputable, uses_rng
 from passes.op_rules.rule_table import operator_of, packet_name
 from passes.registry import register
 from passes.simulation.memory.storage_program import Microbatches, ProgramOp, Storage, StorageProgram
@@ -182,7 +182,7 @@ class _StorageProgramReader:
             _workspace(node, leaves, self.device), "reduce_scatter" in packet_name(node.target),
             scratch_bytes=scratch_bytes(node),
             multiplies_activations="bmm" in packet_name(node.target) and not any(self.storages[s].input_phase for s in reads),
-            of_backward=node.meta.get("partitioner_tag") == "is_backward"))
+            of_backward=node.meta.get("partitioner_tag") == "is_backward", draws=uses_rng(node)))
 
     def _gathers_inputs(self, node: Node, reads: tuple[int, ...]) -> bool:
         return "all_gather" in packet_name(node.target) and all(self.storages[s].input_phase for s in reads)

@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from passes.pipeline.pipeline_schedule import PipelineSchedule, ScheduleAction
 
@@ -14,13 +15,16 @@ FORWARD_KINDS = ("forward", "send_forward", "receive_forward")
 class StageLoad:
     """Microbatches of one stage in memory while a rank computes, without the one that it computes. saved: between their forward
     and their backward. waiting: between the two parts of backward, where a schedule splits it. ahead, ahead_back: received from
-    the previous, or the next, stage, and not read yet. summed: whether gradients of some are accumulated."""
+    the previous, or the next, stage, and not read yet. summed: whether gradients of some are accumulated. sent, sent_back:
+    whether the last message to the next, or the previous, stage's rank is this stage's: it stays in memory until the next."""
 
     saved: int = 0
     waiting: int = 0
     ahead: int = 0
     ahead_back: int = 0
     summed: bool = False
+    sent: bool = False
+    sent_back: bool = False
 
 
 Moment = dict[int, StageLoad]
@@ -45,21 +49,34 @@ class _Counts:
 def moments_of(table: PipelineSchedule, rank: int, at_once: bool) -> dict[int, tuple[list[Moment], list[Moment]]]:
     """For each stage of a rank, the different moments at which it runs forward, and backward. at_once: backward of a microbatch
     runs as soon as the schedule has it; otherwise forward of all of them runs first."""
-    actions = table.actions[rank] if at_once else (*_of(table, rank, True), *_of(table, rank, False))
+    parts = (table.actions[rank],) if at_once else (_of(table, rank, True), _of(table, rank, False))
     counts = {stage: _Counts() for stage, its in enumerate(table.ranks) if its == rank}
     found: dict[int, tuple[list[Moment], list[Moment]]] = {stage: ([], []) for stage in counts}
+    for part in parts:
+        _add_moments(found, counts, table, part)
+    return found
+
+
+def _add_moments(found: dict[int, tuple[list[Moment], list[Moment]]], counts: dict[int, _Counts], table: PipelineSchedule,
+                 actions: Sequence[ScheduleAction]) -> None:
+    """Add the moments of these actions, after which all messages have arrived."""
+    last: dict[int, ScheduleAction] = {}  # message to each rank
     for action in actions:
         if action.computes:
-            moment = {stage: own.load(action.kind if stage == action.stage else "") for stage, own in counts.items()}
+            sent = {(each.stage, each.kind) for each in last.values()}
+            moment = {stage: replace(own.load(action.kind if stage == action.stage else ""),
+                                     sent=(stage, "send_forward") in sent, sent_back=(stage, "send_backward") in sent)
+                      for stage, own in counts.items()}
             moments = found[action.stage][action.kind != "forward"]
             if moment not in moments:
                 moments.append(moment)
+        elif action.kind in ("send_forward", "send_backward"):
+            last[table.ranks[action.other_end.stage]] = action
         counts[action.stage].done[action.kind] += 1
         if action.kind == "forward" and action.stage + 1 in counts:  # handed on without a message
             counts[action.stage + 1].done["receive_forward"] += 1
         if action.kind in ("backward", "backward_input") and action.stage - 1 in counts:
             counts[action.stage - 1].done["receive_backward"] += 1
-    return found
 
 
 def _of(table: PipelineSchedule, rank: int, forward: bool) -> list[ScheduleAction]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from hpml_compiler.compile.lower.compile_lock import CompileJob, Prefetch, compile_in_order, job_key
 from hpml_compiler.compile.lower.compile_timer import part, tell
@@ -40,9 +40,17 @@ def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     return compat.mark_boxed(call)
 
 
+class _FreeingInterpreter(torch.fx.Interpreter):
+    """Interpreter that frees unread results, too, such as those of random numbers that another rank needs."""
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        return result if n.users or n.op == "output" else None
+
+
 def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """Boxed callable that interprets a graph and frees each value, also an argument, after its last use."""
-    return compat.mark_boxed(lambda arguments: torch.fx.Interpreter(gm).boxed_run(arguments))
+    return compat.mark_boxed(lambda arguments: _FreeingInterpreter(gm).boxed_run(arguments))
 
 
 def values_of(gm: GraphModule) -> list[Any]:

@@ -146,7 +146,8 @@ class LayerMemory:
         pieces = [(self._graph(piece).ends, count) for piece, count in self.stages[k]]
         (first, _), (last, _) = pieces[0], pieces[-1]
         late = last.received_back if first.waits else sum(own.late * count for own, count in pieces)
-        return StageBytes(first.received, last.received_back, last.sent if sends_on(self.table, k) else 0, late,
+        sent, sent_back = (last.sent if sends_on(self.table, k) else 0), (first.sent_back if sends_on(self.table, k - 1) else 0)
+        return StageBytes(first.received, last.received_back, sent, sent_back, late,
                           sum(own.gradients * count for own, count in pieces), first.waits)
 
     def _around(self, own: Sequence[int]) -> LoopMemory:

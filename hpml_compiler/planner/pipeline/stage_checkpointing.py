@@ -112,7 +112,8 @@ def stage_bytes(step: StagedStep, stage: int, joint: GraphModule) -> StageBytes:
     gradients = sum(torch.Size(collected[place].shape).numel() * collected[place].dtype.itemsize
                     for place in graph.gradients if place is not None)
     sent = bytes_of(graph, graph.own_sent) if sends_on(step.table, stage) else 0
-    return StageBytes(bytes_of(graph, graph.received), received_back, sent, late, gradients, waits)
+    sent_back = bytes_of(graph, graph.own_sent_back) if sends_on(step.table, stage - 1) else 0
+    return StageBytes(bytes_of(graph, graph.received), received_back, sent, sent_back, late, gradients, waits)
 
 
 class StageCheckpointing:

@@ -16,13 +16,14 @@ Moments = Mapping[int, tuple[Sequence[Moment], Sequence[Moment]]]
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of a stage for one microbatch: values that it receives in forward and in backward, and the message to the next
-    rank. late: between the two parts of backward, besides saved values where `waits`, that is, where backward has no first
-    part. gradients: accumulated by all microbatches."""
+    """Bytes of a stage for one microbatch: values that it receives in forward and in backward, and its messages to the next
+    and to the previous rank. late: between the two parts of backward, besides saved values where `waits`, that is, where
+    backward has no first part. gradients: accumulated by all microbatches."""
 
     received: int
     received_back: int
     sent: int
+    sent_back: int
     late: int
     gradients: int
     waits: bool
@@ -44,7 +45,8 @@ class RankMemory(NamedTuple):
         number = nbytes = gradients = 0
         for k, load in moment.items():
             own, mine = self.stages[k], self._saved(k, moment)
-            nbytes += load.waiting * own.late + load.ahead * own.received + load.ahead_back * own.received_back + own.sent
+            nbytes += load.waiting * own.late + load.ahead * own.received + load.ahead_back * own.received_back
+            nbytes += load.sent * own.sent + load.sent_back * own.sent_back
             gradients += load.summed * own.gradients
             if k == stage:
                 number = mine
@@ -70,5 +72,5 @@ def bytes_of(graph: StageGraph, names: Sequence[str]) -> int:
 
 
 def sends_on(table: PipelineSchedule, stage: int) -> bool:
-    """True if a stage sends its results to another rank."""
-    return stage + 1 < table.stages and table.ranks[stage + 1] != table.ranks[stage]
+    """True if a stage sends its results to another rank, which sends gradients back."""
+    return 0 <= stage < table.stages - 1 and table.ranks[stage + 1] != table.ranks[stage]

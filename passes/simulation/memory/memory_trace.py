@@ -113,7 +113,7 @@ def forward_order(program: StorageProgram, kept: Collection[int]) -> list[int]:
     order = []
     for index in range(len(program.runs) - 1, -1, -1):
         run = program.runs[index]
-        needed = wanted.intersection(run.reads if run.waits_for is not None else run.makes)
+        needed = run.draws or wanted.intersection(run.reads if run.waits_for is not None else run.makes)
         if not run.backward and (needed or not run.makes and run.waits_for is None):
             wanted.update(run.reads)
             order.append(index)

@@ -23,6 +23,7 @@ class ProgramOp:
     and results, until its wait or, where it `lingers`, until another collective has allocated its own. waits_for: the op that
     this one only waits for. scratch_bytes: temporary memory of any op while it runs. multiplies_activations: a batched
     product without parameters, as in attention. of_backward: part of backward by its tag, although it needs no gradient.
+    draws: random numbers, also where nothing reads them.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ProgramOp:
     scratch_bytes: int = 0
     multiplies_activations: bool = False
     of_backward: bool = False
+    draws: bool = False
 
 
 @dataclass(frozen=True, slots=True)

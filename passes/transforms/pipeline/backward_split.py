@@ -20,8 +20,9 @@ from passes.simulation.memory.storage_program import StorageProgram
 def split_backward(gm: GraphModule, gradients: int) -> tuple[GraphModule | None, GraphModule | None]:
     """gm: a graph that returns `gradients` gradients, then the values to send. The first part returns the gradients that it
     computes on the way, None in place of the others; the values to send; and the values that the second part reads, by name.
-    The second returns the other gradients, and None in place of those that the first returns. Views are recomputed in the
-    second. Without values to send, there is no first part; without remaining gradients, no second.
+    The second returns the other gradients, and None in place of those that the first returns. Views are computed again in the
+    second, and other calls without gradients run where handing over takes less memory. Without values to send, there is no
+    first part; without remaining gradients, no second.
     """
     results = returned_nodes(gm)
     own, sent = results[:gradients], [node for node in results[gradients:] if node is not None]
@@ -35,6 +36,7 @@ def split_backward(gm: GraphModule, gradients: int) -> tuple[GraphModule | None,
     wanted = [node for node in late if node is not None]
     if not wanted:
         return gm, None
+    _move_smaller(gm, first, _made_of(wanted, first))
     second = _made_of(wanted, first)
     handed = _handed(gm, second, first)
     early = [None if later is not None else node for node, later in zip(own, late)]
@@ -110,6 +112,46 @@ def _handed(gm: GraphModule, second: set[Node], first: Collection[Node]) -> list
         else:
             found.add(node)
     return [node for node in gm.graph.nodes if node in found]
+
+
+def _move_smaller(gm: GraphModule, first: set[Node], second: set[Node]) -> None:
+    """Move calls that need no gradients, such as recomputed ones, from the second part to the first where handing over a result
+    takes no more memory than handing over those values that it alone is computed from."""
+    graded: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and "tangent" in str(node.target) or not graded.isdisjoint(node.all_input_nodes):
+            graded.add(node)
+        if node not in second or node in graded or not _may_move(node):
+            continue
+        read = _behind_views(node)
+        if any(x in second and x not in first for x in read if not _is_view(x)):
+            continue  # of a call that stays
+        freed = [x for x in read if x in first and not _is_view(x) and second.isdisjoint(_readers(x) - {node})]
+        if freed and node.meta["val"].nbytes <= sum(x.meta["val"].nbytes for x in freed):
+            first |= {node, *(x for x in read if _is_view(x))}
+            second.remove(node)
+
+
+def _may_move(node: Node) -> bool:
+    """True for a call with one result that is not part of a collective."""
+    one = isinstance(node.meta.get("val"), torch.Tensor) and not _is_view(node)
+    return one and not is_collective(node.target) and node.target not in (WAIT, operator.getitem) and not node.is_impure()
+
+
+def _behind_views(node: Node) -> set[Node]:
+    """The calls that a call reads, views and what they are views of."""
+    stack, found = list(node.all_input_nodes), set[Node]()
+    while stack:
+        x = stack.pop()
+        if x.op == "call_function" and x not in found:
+            found.add(x)
+            stack += x.all_input_nodes if _is_view(x) else ()
+    return found
+
+
+def _readers(node: Node) -> set[Node]:
+    """The calls that read a value or a view of it, without the views."""
+    return {reader for user in node.users for reader in (_readers(user) if _is_view(user) else {user})}
 
 
 def _is_view(node: Node) -> bool:

@@ -157,3 +157,12 @@ def test_which_of_two_walks_holds_less_is_what_their_peaks_say(seed):
     for one, other in itertools.permutations(choices, 2):
         low, high = simulate_memory(program, one, one & program.offloadable), simulate_memory(program, other)
         assert low.holds_less_than(high) == (low.peak < high.peak)
+
+
+def test_random_numbers_are_drawn_although_nothing_reads_them():
+    def held(draws: bool) -> int:
+        runs = (ProgramOp("mask", False, 1.0, (), (0,), False, draws=draws), ProgramOp("a", False, 1.0, (), (1,)))
+        storages = (Storage("mask", 100, 0), Storage("a", 10, 1))
+        return simulate_memory(StorageProgram(runs, storages, frozenset({1}), frozenset()), ()).forward.most_bytes
+
+    assert (held(True), held(False)) == (100, 10)

@@ -70,3 +70,27 @@ def test_what_is_the_same_at_once_is_not_split():
     assert split_backward(gm, 3) == (None, gm)  # nothing is sent
     gm, _ = graph([3, None, 4, 5])
     assert split_backward(gm, 3) == (gm, None)  # nothing is left
+
+
+def recomputed(tangent, x, first, second):
+    """Gradients of second @ gelu(first @ x), whose inside is computed again: of both weights, and what is sent back."""
+    up = x @ first
+    half, inner = up * 0.5, torch.erf(up) + 1
+    of_up = (tangent @ second) * (inner + half)
+    return tangent.t() @ (half * inner).view(6, 8), x.t() @ of_up, of_up @ first.t()
+
+
+def test_recomputed_values_are_handed_over_where_they_are_smallest():
+    torch.manual_seed(0)
+    values = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 3), (6, 5), (5, 8), (3, 8))]
+    gm = make_fx(lambda tangent, *rest: recomputed(tangent, *rest), tracing_mode="fake")(*values)
+    gm.graph.find_nodes(op="placeholder")[0].target = "tangents_1"
+    known = dict(zip((node.name for node in gm.graph.find_nodes(op="placeholder")), values))
+    first, second = split_backward(gm, 2)
+    assert first is not None and second is not None
+    expected, early = recomputed(*values), run(first, known)
+    late = run(second, known)
+    for ours, theirs in zip((*late[:2], early[2]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    # The product of both factors and the gradient of `up`, not the factors.
+    assert len(returned_nodes(first)) == 5 and calls(second) == {aten.mm.default: 2, aten.t.default: 2, aten.view.default: 1}
