@@ -17,6 +17,7 @@ from hpml_compiler.compile.recompile_limit import note_function
 from hpml_compiler.compile.recovery.repeatable_graph import with_repeats
 from hpml_compiler.compile.single_device import compile_single_device
 from hpml_compiler.compile.wrapper.deferred_outputs import with_outputs_of_ranks
+from hpml_compiler.compile.wrapper.detached_outputs import with_detached_outputs
 from hpml_compiler.compile.wrapper.loss_of_script import LossOfScript, frees_memory
 from hpml_compiler.compile.wrapper.runtime_wrapper import for_calls_on_outputs
 from hpml_compiler.integrations.ddp_fsdp_guard import refuse_other_wrappers, watch_compiled_modules
@@ -120,8 +121,11 @@ def _compiles_whole(options: Options) -> Callable[[GraphModule], Callable[..., A
 def _compile_for_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: Options, deciding: OpenGraph,
                        ) -> Callable[..., Any]:
     given = list(example_inputs)
-    kind = with_balance if options.balance == "auto" else with_repeats
-    call = kind(gm, given, options, lambda *graph: GraphCompiler(*graph, deciding=deciding).compile())
+    make = lambda *graph: GraphCompiler(*graph, deciding=deciding).compile()  # noqa: E731
+    if options.balance == "auto":
+        call = with_balance(gm, given, options, make)
+    else:
+        call = with_detached_outputs(gm, given, options, functools.partial(with_repeats, compile_=make), at_once=False)
     _release_outputs(given)
     return call
 

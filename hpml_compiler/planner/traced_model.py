@@ -75,7 +75,7 @@ class TracedModel:
         split = split_outputs(gm) if defers_outputs(self.options) else None
         self._splits |= split is not None
         self._copied += copied_bytes(gm)
-        beside = outputs_beside_loss(gm) if self.alone else ()
+        beside = outputs_beside_loss(gm)
         whole = copy_graph(gm) if split is None and beside else None
         detach_results(gm, beside)
         return whole if split is None else split.whole

@@ -9,8 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hpml_compiler.runtime.consistency.initial_sync import generator_states
-from hpml_compiler.runtime.install.to_local import ToLocal
-from passes import compat
+from hpml_compiler.runtime.install.to_local import is_to_local
 
 SMALL_BYTES = 1 << 22
 """In the first call of a graph, before it is known which inputs it changes: the largest that are copied."""
@@ -86,7 +85,7 @@ def _key(function: Any, number: int) -> Any:
         return None
     if hasattr(function, "variable"):
         return id(function.variable)
-    if hasattr(function, "_forward_cls") and compat.autograd_function(function) is ToLocal:
+    if is_to_local(function):
         return id(function.placed[number])
     return id(function), number
 

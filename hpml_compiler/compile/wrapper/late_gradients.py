@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from hpml_compiler.runtime.consistency.initial_sync import generator_states
+from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput, lazy_output
+from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
 from hpml_compiler.runtime.outputs.kept_inputs import same_values, sample_of, watch_changes
 from hpml_compiler.runtime.outputs.loss_memory import version_of
 from hpml_compiler.runtime.program.second_derivatives import without_graph
@@ -27,6 +29,7 @@ class DetachedCall:
         self.args, self.changed, self.what, self._compute = tuple(args), frozenset(changed), what, compute
         self.states = generator_states() if draws else []
         self._versions, self._lost = self._now(), frozenset[int]()
+        self._specs: list[Any] = []
         self._samples: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_over = False
 
@@ -54,9 +57,14 @@ class DetachedCall:
             self._samples.append((parameter, sample_of(parameter)))
 
     def attach(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The detached results as outputs for the script, through which gradients get to the inputs."""
+        """The detached results as outputs for the script, through which gradients get to the inputs. Those that are sharded get
+        another local part."""
+        self._specs = [vars(x)["spec"] if isinstance(x, LazyOutput) else None for x in results]
+        parts = [vars(x)["part"] if isinstance(x, LazyOutput) else x for x in results]
         with compat.saving_without_hooks():
-            return LateGradient.apply(self, results, *inputs)
+            made = LateGradient.apply(self, parts, *inputs)
+        return [lazy_output(part, vars(x)["spec"], vars(x)["shared"]) if isinstance(x, LazyOutput) else part
+                for part, x in zip(made, results, strict=True)]
 
     def after(self, node: Any) -> None:
         """Free the inputs after a backward through the call's other results, unless it may be repeated."""
@@ -77,7 +85,7 @@ class DetachedCall:
         self.args, self._samples, self._is_over = (), [], True
 
     def gradients(self, arriving: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Gradients of the inputs."""
+        """Gradients of the inputs. arriving: at the results, of this rank's parts."""
         if self._is_over:
             raise RuntimeError(f"Trying to backward through {self.what} a second time: what its gradient is computed from was "
                                "freed by the first backward. Specify retain_graph=True there to do this")
@@ -87,8 +95,9 @@ class DetachedCall:
                             f"an input of shape {tuple(self.args[position].shape)}",
                             "call backward before that, or give the model a copy (x.clone())")
         self.free_after_backward()
+        placed = [x if x is None or spec is None else _of_part(x, spec) for x, spec in zip(arriving, self._specs, strict=True)]
         with torch.no_grad():
-            found = self._compute(self, arriving)
+            found = self._compute(self, placed)
         return [without_graph(x) if torch.is_grad_enabled() and x is not None else x for x in found]
 
     def _changed(self) -> int | None:
@@ -96,6 +105,11 @@ class DetachedCall:
         written = [x for x, sample in self._samples if not same_values(sample, sample_of(x))]
         data = {k for k, x in enumerate(self.args) if any(x is y for y in written)}
         return min(self._different() - self.changed | self._lost | data, default=None)
+
+
+def _of_part(gradient: torch.Tensor, spec: Any) -> torch.Tensor:
+    with compat.plain_torch_functions():
+        return compat.make_dtensor(PlacedTensor, gradient, spec)
 
 
 class LateGradient(torch.autograd.Function):

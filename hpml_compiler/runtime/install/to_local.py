@@ -44,6 +44,19 @@ class ToLocal(torch.autograd.Function):
                           for tensor, gradient in zip(ctx.placed, gradients, strict=True)])
 
 
+def is_to_local(node: Any) -> bool:
+    """True for the autograd node of a call of `ToLocal`."""
+    return hasattr(node, "_forward_cls") and compat.autograd_function(node) is ToLocal
+
+
+def as_placed(node: Any, number: int, gradient: torch.Tensor | None) -> Any:
+    """A gradient that autograd would send to `number` of a node: that of a local part in the placement of its tensor."""
+    if gradient is None or not is_to_local(node):
+        return gradient
+    tensor = node.placed[number]
+    return wrapped(_owners(gradient, tensor) if number in node.borrowed else gradient, tensor, PlacedTensor)
+
+
 def _check_keeps_no_graph(ctx: Any) -> None:
     """Raises HpmlError where autograd cannot add gradients that keep a graph to `.grad`."""
     owned = any(unknown_to_dtensor(tensor.placements) for tensor in ctx.placed)
@@ -74,7 +87,7 @@ class _PlaceGradient(torch.autograd.Function):
         return gradients[0]._local_tensor if isinstance(gradients[0], DTensor) else gradients[0], None
 
 
-def _owners(gradient: torch.Tensor | None, tensor: DTensor) -> torch.Tensor | None:
+def _owners(gradient: Any, tensor: DTensor) -> Any:
     """The gradient on the owner of a tensor; no rows on other ranks."""
     if gradient is None or is_owner(tensor.device_mesh, tensor.placements):
         return gradient

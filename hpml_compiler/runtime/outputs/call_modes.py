@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from passes import compat
+
 
 class Modes:
     """Modes of this thread that change what a call does: gradients, autocast and the default dtype."""
@@ -22,6 +24,7 @@ class Modes:
     def again(self) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(compat.script_torch_functions())  # not where autograd.grad was called on placed tensors
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             for device, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))

@@ -14,6 +14,8 @@ from passes.session_state import state_of
 
 plain_torch_functions = torch._C.DisableTorchFunctionSubclass
 """Context in which `__torch_function__` of subclasses is not called; only modes have a public one."""
+script_torch_functions: Any = torch._C._EnableTorchFunction
+"""The contrary: a context in which subclasses see the calls of functions, as in a script."""
 
 
 def with_dispatch() -> Any:
