@@ -34,6 +34,7 @@ from passes.transforms.loss_chunks.chunk_choice import chosen_chunks
 from passes.transforms.loss_chunks.chunk_notes import note
 from passes.transforms.loss_chunks.loss_region import LossRegion, Unchunkable, find_region, scalar_tangents
 from passes.transforms.loss_chunks.row_placement import TooFewRows, place_rows
+from passes.transforms.loss_chunks.sliced_rows import slice_before_heads
 from passes.transforms.loss_chunks.unrolled_loop import LoopUnroller
 from passes.transforms.rewriting.call_inserter import CallInserter
 from passes.transforms.rewriting.fake_results import FakeResults
@@ -95,6 +96,8 @@ def _in_chunks(gm: GraphModule, forward_outputs: int, chunks: Chunks) -> tuple[i
     work = copy_graph(gm)
     with without_modes():
         region = _with_sums(work, find_region(work, forward_outputs), forward_outputs)
+        while slice_before_heads(work, region):
+            region = find_region(work, forward_outputs)
         count = chosen_chunks(work, region, forward_outputs, chunks == "budget") if isinstance(chunks, str) else chunks
         LoopUnroller(work, place_rows(work, region, count), count).run()
     work.graph.lint()

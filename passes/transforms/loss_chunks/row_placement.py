@@ -69,12 +69,12 @@ class LossLoop:
 
 def place_rows(gm: GraphModule, region: LossRegion, chunks: int) -> LossLoop:
     """The loop that splits rows into this many chunks, evenly where possible. Raises Unchunkable."""
-    factors, rules = _factors_of(region)
+    factors, rules = factors_of(region)
     head = region.heads[0]
     weight = operand_nodes(head).index(matrices_of(head)[1])
     splits: dict[bool, list[tuple[int, Strategy]]] = {False: [], True: []}
     """By whether the weight is split: rows of the hidden state come first, then columns of the weight."""
-    for strategy in _strategies_of(head, factors, rules):
+    for strategy in strategies_of(head, factors, rules):
         if isinstance(p := strategy.outputs[0], tuple):
             splits[isinstance(strategy.inputs[weight], tuple)].append((factors[head, 0][p[0]][p[1]], strategy))
     reasons: list[Unchunkable] = []
@@ -110,7 +110,7 @@ class TooFewRows(Unchunkable):
         self.most = most
 
 
-def _factors_of(region: LossRegion) -> tuple[dict[Port, Factors], dict[Node, Rule | None]]:
+def factors_of(region: LossRegion) -> tuple[dict[Port, Factors], dict[Node, Rule | None]]:
     """Factors of all tensors of the region and of what is computed from labels and the like, and rules of the calls."""
     calls = _with_operands(region)
     rules = {node: _rule(node) for node in calls}
@@ -153,7 +153,7 @@ def _with_operands(region: LossRegion) -> list[Node]:
     return [node for node in region.heads[0].graph.nodes if node in found]
 
 
-def _strategies_of(node: Node, factors: dict[Port, Factors], rules: dict[Node, Rule | None]) -> Iterator[Strategy]:
+def strategies_of(node: Node, factors: dict[Port, Factors], rules: dict[Node, Rule | None]) -> Iterator[Strategy]:
     """Strategies of a call that split it into equal calls, or keep sums."""
     rule = rules.get(node)
     inputs = [factors[port_of(x) or (x, 0)] for x in operand_nodes(node)]
@@ -206,7 +206,7 @@ class _RowPlacement:
     def _following(self, node: Node, operands: Sequence[Node]) -> Strategy | None:
         """The strategy of a call that takes its operands as the loop makes them: others are sliced, or whole."""
         made = [self.loop.made.get(port_of(x) or (x, 0)) if self.loop.inside(x) else None for x in operands]
-        for strategy in _strategies_of(node, self.loop.factors, self.loop.rules):
+        for strategy in strategies_of(node, self.loop.factors, self.loop.rules):
             if all(wanted != PARTIAL if have is None else have == wanted for have, wanted in zip(made, strategy.inputs)) and (
                     all(p != REPLICATE for p in strategy.outputs)):
                 return strategy
@@ -226,7 +226,7 @@ class _RowPlacement:
         owner = port_of(x)
         if owner is None or (node := owner[0]) in self.loop.copied or not self._is_copied(node):
             return
-        for strategy in _strategies_of(node, self.loop.factors, self.loop.rules):
+        for strategy in strategies_of(node, self.loop.factors, self.loop.rules):
             if strategy.outputs[owner[1]] == wanted and PARTIAL not in strategy.inputs and all(
                     p != REPLICATE for p in strategy.outputs):
                 self._enter(node, operand_nodes(node), strategy)

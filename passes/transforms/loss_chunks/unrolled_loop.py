@@ -143,7 +143,7 @@ class LoopUnroller:
         if self.loop.inside(x) or port in made and self.loop.made[port] == wanted:
             return made[port]
         whole = self._whole(x)
-        return whole if not isinstance(wanted, tuple) else _rows(insert, whole, self.loop.factors[port], wanted, chunk)
+        return whole if not isinstance(wanted, tuple) else rows_of(insert, whole, self.loop.factors[port], wanted, chunk)
 
     def _shape(self, shape: tuple[int, ...], port: Port, placement: Placement, chunk: Chunk) -> tuple[int, ...]:
         if not isinstance(placement, tuple):
@@ -240,7 +240,7 @@ def _is_in_memory(part: Node) -> bool:
     return operator_of(part.target).heavy is not None
 
 
-def _apart(factors: Factors, placement: tuple[int, int], shape: Sequence[int]) -> tuple[list[int], int]:
+def rows_apart(factors: Factors, placement: tuple[int, int], shape: Sequence[int]) -> tuple[list[int], int]:
     """The shape with the split factor, and what is inside of it, as a dim of its own, and that dim; unchanged if it is the
     outermost of its dim."""
     dim, k = placement
@@ -250,10 +250,10 @@ def _apart(factors: Factors, placement: tuple[int, int], shape: Sequence[int]) -
     return [*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1:]], dim + 1
 
 
-def _rows(insert: CallInserter, x: Node, factors: Factors, placement: tuple[int, int], chunk: Chunk) -> Node:
+def rows_of(insert: CallInserter, x: Node, factors: Factors, placement: tuple[int, int], chunk: Chunk) -> Node:
     """The rows of one chunk: a view, where these are contiguous."""
     shape = tuple(x.meta["val"].shape)
-    apart, dim = _apart(factors, placement, shape)
+    apart, dim = rows_apart(factors, placement, shape)
     inner = math.prod(factors[placement[0]][placement[1] + 1:])
     part = x if len(apart) == len(shape) else reshape(insert, x, apart)
     part = insert(aten.slice.Tensor, part, dim, chunk[0] * inner, chunk[1] * inner)
@@ -266,7 +266,7 @@ def _rows(insert: CallInserter, x: Node, factors: Factors, placement: tuple[int,
 def _joined(insert: CallInserter, parts: Sequence[Node], factors: Factors, placement: tuple[int, int], shape: tuple[int, ...],
             ) -> Node:
     """Rows of all chunks, concatenated. shape: of the whole."""
-    apart, dim = _apart(factors, placement, shape)
+    apart, dim = rows_apart(factors, placement, shape)
     if len(apart) == len(shape):
         return insert(aten.cat.default, list(parts), dim)
     outer, sizes = apart[dim - 1], {x.meta["val"].shape[dim - 1] for x in parts}

@@ -15,7 +15,22 @@ from passes.graph.graph_copy import copy_graph
 from passes.graph.module_blocks import runs_in_backward
 from passes.tracing.joint_trace import JointTrace, trace
 from passes.transforms.loss_chunks.chunk_loss import ChunkLoss, chunk_loss
-from tests.helpers.heads import HEADS, ROWS, TOKENS, WORDS, Headed, batch, ce, make
+from tests.helpers.heads import (
+    HEADS,
+    ROWS,
+    TOKENS,
+    WORDS,
+    Headed,
+    batch,
+    cap,
+    ce,
+    distilled,
+    make,
+    shifted,
+    teacher_logits,
+    tied,
+    z_loss,
+)
 
 
 def traced(model: torch.nn.Module) -> JointTrace:
@@ -60,6 +75,46 @@ def test_equals_the_loss_at_once(name):
                 assert after.stride() == before.stride()
         if chunks == 8:
             assert largest(gm) < largest(found.gm), "nothing is as large as all logits"
+
+
+SLICED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "shifted": (lambda m, h, y: shifted(m.head(h), y), {}),
+    "tied, bias, soft cap": (lambda m, h, y: shifted(cap(tied(m, h) + m.bias), y),
+                             {"head": None, "bias": torch.nn.Parameter(torch.linspace(0, 1, WORDS))}),
+    "second half": (lambda m, h, y: ce(m.head(h)[:, 20:], y[:, 20:]), {"head": torch.nn.Linear(4, WORDS)}),
+    "distilled": (lambda m, h, y: distilled(m.head(h)[:, :-1], teacher_logits(m, h)[:, :-1]),
+                  {"teacher": torch.nn.Linear(4, WORDS)}),
+}
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_of_rows_leave_more_chunks_than_rows_of_the_batch(name, monkeypatch):
+    tokens = torch.arange(80).view(2, 40) % WORDS
+    monkeypatch.setitem(globals(), "batch", lambda: (tokens, tokens.flip(1)))
+    loss, parts = SLICED[name]
+    model = Headed(loss, **parts).double()
+    found = traced(model)
+    given = values(found, model)
+    expected = results(found.gm, given)
+    for chunks in (2, 3, 16 if name != "second half" else 5):
+        gm = copy_graph(found.gm)
+        assert chunk_loss(gm, found.forward_outputs, chunks) == chunks
+        torch.testing.assert_close(results(gm, given), expected, rtol=1e-12, atol=1e-12)
+        assert [x.stride() for x in results(gm, given) if x is not None] == [x.stride() for x in expected if x is not None]
+
+
+@pytest.mark.parametrize("other", ["z_loss", "another range"])
+def test_rows_that_are_read_elsewhere_stay(other):
+    def loss(m: Any, h: Any, y: Any) -> Any:
+        logits = m.head(h)
+        return shifted(logits, y) + (z_loss(logits) if other == "z_loss" else ce(logits[:, 2:], y[:, 2:]))
+
+    model = Headed(loss).double()
+    found = traced(model)
+    given = values(found, model)
+    expected = results(found.gm, given)
+    assert chunk_loss(found.gm, found.forward_outputs, 4) == 4
+    torch.testing.assert_close(results(found.gm, given), expected, rtol=1e-12, atol=1e-12)
 
 
 def said(loss: Any, chunks: int, caplog: pytest.LogCaptureFixture, **parts: Any) -> str:
