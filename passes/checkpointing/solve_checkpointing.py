@@ -56,7 +56,7 @@ class SolveCheckpointing(AnalysisPass):
                 raise
             walked = error.walk
         if walked.program.stand_ins and not counts_alike(walked):
-            raise LayersDiffer
+            raise LayersDiffer("a few layers count other bytes than all of them")
         write(CHECKPOINT_DECISION, graph_module, decision_of_trace(walked, self.budget_bytes, time.perf_counter() - start))
 
 

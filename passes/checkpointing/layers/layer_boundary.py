@@ -47,15 +47,15 @@ def layer_boundaries(program: StorageProgram) -> tuple[LayerBoundary, ...]:
                  other in zip(program.stand_ins[::2], program.stand_ins[1::2], strict=True))
 
 
-def _hold(condition: object) -> None:
+def _hold(condition: object, what: str) -> None:
     if not condition:
-        raise LayersDiffer
+        raise LayersDiffer(what)
 
 
 class _LayerPairing:
     def __init__(self, program: StorageProgram, one: FoldedLayer, other: FoldedLayer):
         self.program, self.one, self.other = program, one, other
-        _hold(len(one.runs) == len(other.runs))
+        _hold(len(one.runs) == len(other.runs), "neighboring layers have different operations")
         self.home = {s: layer for layer in (one, other) for k in layer.runs for s in program.runs[k].makes}
         self.twins: dict[int, int] = {}
         self.entering: dict[int, int] = {}
@@ -65,38 +65,41 @@ class _LayerPairing:
     def seam(self) -> LayerBoundary:
         pairs = [(self.program.runs[k], self.program.runs[m]) for k, m in zip(self.one.runs, self.other.runs, strict=True)]
         for run, twin in pairs:
-            _hold(_does(run) == _does(twin))
+            _hold(_does(run) == _does(twin), f"{run.name} and {twin.name} of neighboring layers differ")
             for s, t in zip(run.makes, twin.makes, strict=True):
                 self.twins[s] = t
-                _hold(_is(self.program, s) == _is(self.program, t))
+                _hold(_is(self.program, s) == _is(self.program, t), f"results of {run.name} and {twin.name} differ")
         for run, twin in pairs:
             for s, t in zip(run.reads, twin.reads, strict=True):
                 self._pair_reads(s, t)
         for neighbors in self.entering, self.leaving:  # each maps to exactly one storage
-            _hold(len(set(neighbors.values())) == len(neighbors) and self.shared.isdisjoint(neighbors.values()))
+            _hold(len(set(neighbors.values())) == len(neighbors) and self.shared.isdisjoint(neighbors.values()),
+                  "layers pass one value on as several")
         self._check_readers()
         return LayerBoundary(self.one, self.other, self.twins, self.entering, self.leaving)
 
     def _pair_reads(self, s: int, t: int) -> None:
         """Match an operand of the first layer with the twin's operand at that position."""
         homes = self.home.get(s), self.home.get(t)
+        what = f"neighboring layers read {self.program.storages[s].name} and {self.program.storages[t].name}"
         if homes == (self.one, self.other):
-            _hold(self.twins[s] == t)
+            _hold(self.twins[s] == t, what)
         elif homes == (None, self.one):
-            _hold(self.entering.setdefault(t, s) == s and _alike(self.program, s, t))
+            _hold(self.entering.setdefault(t, s) == s and _alike(self.program, s, t), what)
         elif homes == (self.other, None):
-            _hold(self.leaving.setdefault(s, t) == t and _alike(self.program, s, t))
+            _hold(self.leaving.setdefault(s, t) == t and _alike(self.program, s, t), what)
         else:  # the same for all layers, or each layer's own, such as parameters, which are always in memory
             given = {self.program.storages[each].input_phase for each in (s, t)}
-            _hold(homes == (None, None) and (s == t or given == {"forward"}))
+            _hold(homes == (None, None) and (s == t or given == {"forward"}), what)
             self.shared.update({s, t} if s == t else ())
 
     def _check_readers(self) -> None:
         """Only its neighbors read a layer's storages: no other reader could name one of the folded layers."""
         own = {*self.one.runs, *self.other.runs}
         for s, t in self.twins.items():
-            _hold(t in self.leaving or own.issuperset(self.program.readers[s]))
-            _hold(s in self.entering or own.issuperset(self.program.readers[t]))
+            what = f"{self.program.storages[s].name} of a layer is read by others than its neighbors"
+            _hold(t in self.leaving or own.issuperset(self.program.readers[s]), what)
+            _hold(s in self.entering or own.issuperset(self.program.readers[t]), what)
 
 
 def _does(run: ProgramOp) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ def fold_layers(program: StorageProgram, lists: Sequence[Sequence[str]], layers:
     stand_ins = [each for blocks in lists for each in _stand_ins(program, blocks, middle_layers(layers))]
     taken = [run for each in stand_ins for run in each.runs]
     if len(set(taken)) < len(taken):
-        raise LayersDiffer
+        raise LayersDiffer("lists of layers run at the same time")
     early = tuple((run, place) for number, blocks in enumerate(lists) for run, place in _early(program, blocks, 2 * number))
     folded = replace(program, stand_ins=tuple(stand_ins), early=early)
     for number in range(len(lists)):
@@ -44,7 +44,7 @@ def _stand_ins(program: StorageProgram, blocks: Sequence[str], layers: tuple[int
     ahead = {block: _begin(program, block, 0, turn) for block in (one, other, last)}
     back = {block: _begin(program, block, turn, len(program.runs)) for block in blocks}
     if not ahead[one] < ahead[other] < ahead[last] or not back[last] < back[other] < back[one] < back[first]:
-        raise LayersDiffer
+        raise LayersDiffer("layers do not run one after another")
     return (FoldedLayer(one, (ahead[one], ahead[other]), (back[one], back[first]), layers[0]),
             FoldedLayer(other, (ahead[other], ahead[last]), (back[other], back[one]), layers[1]))
 
@@ -61,7 +61,7 @@ def _begin(program: StorageProgram, block: str, start: int, stop: int) -> int:
                     k -= 1
                 return k
             given.update(run.makes)
-    raise LayersDiffer
+    raise LayersDiffer(f"{block} computes nothing in a phase")
 
 
 def _early(program: StorageProgram, blocks: Sequence[str], place: int) -> Iterator[tuple[int, int | None]]:
@@ -74,8 +74,9 @@ def _early(program: StorageProgram, blocks: Sequence[str], place: int) -> Iterat
 
 def _handing_on(program: StorageProgram, seam: LayerBoundary) -> StorageProgram:
     """Values that a layer passes to the next are saved at least until the next one's backward begins, or never."""
-    if any(program.is_forward(s) and not _of_given(program, seam.other, s) for s in seam.leaving):
-        raise LayersDiffer
+    later = [s for s in seam.leaving if program.is_forward(s) and not _of_given(program, seam.other, s)]
+    if later:
+        raise LayersDiffer(f"a layer reads {program.storages[later[0]].name} of the next one")
     said: dict[int, str] = {}
     read_by: dict[int, list[int]] = {}
     for s, before in seam.entering.items():
@@ -84,7 +85,7 @@ def _handing_on(program: StorageProgram, seam: LayerBoundary) -> StorageProgram:
             continue
         never = _of_given(program, seam.one, s)
         if any(program.storages[each].pinned == ("keep" if never else "again") for each in handed_on):
-            raise LayersDiffer
+            raise LayersDiffer(f"{program.storages[s].name}, which layers pass on, is pinned")
         said.update(dict.fromkeys(handed_on, "again" if never else "keep"))
         if not never:
             begin, end = seam.one.backward[0], seam.other.backward[0]
