@@ -63,6 +63,11 @@ class CheckpointProblem:
             raise self._too_small(kept)
         return kept
 
+    @property
+    def is_hopeless(self) -> bool:
+        """True if what is around the loop leaves nothing to it, so that no choice fits."""
+        return self._share_of_gm.available <= 0
+
     def obeyed(self, pinned: CheckpointingPlan) -> CheckpointDecision | None:
         """Apply the choice of a saved plan. None if it was made for another budget and exceeds this one. Raises BadInput if it
         does not match the graph."""

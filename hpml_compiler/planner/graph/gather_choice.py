@@ -112,7 +112,8 @@ class GatherChoice:
         if self.given is not None or not self.groups:
             return [self.given or self.pinned]
         if self.hurried:
-            return list(dict.fromkeys([self.pinned, self.all]))
+            held = sum(group.nbytes for group in self.groups)  # all the time, if nothing is repeated
+            return [self.all] if held > limit else list(dict.fromkeys([self.pinned, self.all]))
         excess = max(self._peak(self.pinned) - limit, 0)
         between = [self.within(target)[0] for target in (*(limit + share * excess for share in SHARES), BELOW * limit)]
         return list(dict.fromkeys([self.pinned, *between, self.all]))

@@ -70,6 +70,8 @@ class DryRun:
 
     def _solved(self, planned: PlanResult, within: WorkLimit) -> CheckpointDecision:
         problem = self.problem(planned)
+        if self.step.hurried and problem.is_hopeless:
+            return problem.counted(())
         kept = problem.solved(self.step.options, False, within)
         if kept.fits or not starts_ahead(problem.gm.graph):
             return kept
