@@ -73,9 +73,19 @@ def outer_states(options: Any) -> int:
     return 2 if options.local_steps and options.outer_optimizer != AVERAGE else 0
 
 
-def check_mesh(mesh: Mapping[str, int], world_size: int) -> None:
-    """Check that a mesh multiplies to the number of ranks. Raises BadInput."""
-    if math.prod(mesh.values()) == world_size:
+def needs_stages(mesh: Mapping[str, int] | None, schedule: str, virtual_stages: int) -> bool:
+    """True if a schedule of stages is pinned, but no number of stages."""
+    return (mesh or {}).get("pp", 1) == 1 and (schedule != "auto" or virtual_stages > 1)
+
+
+def check_mesh(mesh: Mapping[str, int] | None, world_size: int, schedule: str, virtual_stages: int) -> None:
+    """Check that a mesh multiplies to the number of ranks, and has stages for a pinned schedule. Raises BadInput."""
+    if mesh is None or math.prod(mesh.values()) == world_size:
+        if needs_stages(mesh, schedule, virtual_stages):
+            name, value = ("schedule", schedule) if schedule != "auto" else ("virtual_stages", virtual_stages)
+            raise BadInput(f"{name}={value!r} needs pipeline stages, but "
+                           + (f"the mesh {mesh} has no axis pp" if mesh else "the step has none"),
+                           f"options[{name!r}]", 'add the axis pp to the mesh, as in "mesh": {"pp": 2}, or leave it out')
         return
     total = math.prod(mesh.values())
     fitting = [f"{name}={world_size * size // total}" for name, size in mesh.items()
@@ -106,8 +116,8 @@ def _check_offload(offload: str, others: Mapping[str, Any]) -> None:
 
 
 def _check_stages(value: str | int, others: Mapping[str, Any]) -> None:
-    if (others.get("mesh") or {}).get("pp", 1) == 1 and value not in ("auto", 1):
-        raise ValueError('needs pipeline stages: add the axis pp to the mesh, as in "mesh": {"pp": 2}')
+    if (others.get("mesh") or {}).get("pp") == 1 and value not in ("auto", 1):
+        raise ValueError('needs pipeline stages: the mesh has a pp of 1; use more, as in "mesh": {"pp": 2}, or leave pp out')
 
 
 def _check_compress(compress: Mapping[str, str], others: Mapping[str, Any]) -> None:

@@ -284,9 +284,8 @@ class Options(BaseModel):
         return self._chosen
 
     def check_mesh(self, world_size: int) -> None:
-        """Check that a pinned mesh multiplies to the number of ranks. Raises BadInput."""
-        if self.mesh is not None:
-            check_mesh(self.mesh, world_size)
+        """Check that a pinned mesh multiplies to the number of ranks, with stages for a pinned schedule. Raises BadInput."""
+        check_mesh(self.mesh, world_size, self.schedule, self.virtual_stages)
 
     def to_json(self, of_run: bool = False) -> dict[str, JsonValue]:
         """The options that differ from their defaults, as plain JSON, for the record in a plan. Leaves out the plan itself and

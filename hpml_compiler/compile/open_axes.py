@@ -40,5 +40,8 @@ def open_axes(options: Options, why: str) -> BadInput:
     """The error where axes are open and nothing decides about them. why: nothing is decided about the graph; "" if unknown."""
     reason = why or ("options['plan'] needs a mesh with all axes" if options.plan is not None else
                      "the first training step decides about the others")
-    return BadInput(f"the mesh {options.mesh} has {math.prod((options.mesh or {}).values())} of {world_size()} ranks: {reason}",
-                    "options['mesh']", "give the mesh all its axes, or call the model for training first")
+    pinned = math.prod((options.mesh or {}).values())
+    what = f"the mesh {options.mesh} has {pinned} of {world_size()} ranks" if options.mesh else (
+        f"the schedule {options.schedule_name} is pinned, but no mesh")
+    return BadInput(f"{what}: {reason}", "options['mesh']",
+                    "give the mesh all its axes, or call the model for training first")

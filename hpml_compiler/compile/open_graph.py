@@ -111,6 +111,7 @@ class OpenGraph:
         traced = copy_graph(joint) if self.is_open and not compiler.alone else joint
         if self.is_open and leaves_axes_open(compiler.options, world_size()):
             self.searched = True
+            _look_once(compiler, traced, forward_outputs)
             raise ConfigurationsFound(from_rank_0(lambda: _searched(compiler, traced, forward_outputs, None)))
         self.traced = traced, forward_outputs
         try:
@@ -127,9 +128,9 @@ class OpenGraph:
             self.traced = None
 
     def reconsidered(self, compiler: GraphBeingCompiled, decided: DecidedStep) -> DecidedStep:
-        """The decision, which fits; where stages are faster by measured prices, raise the configurations that have them."""
+        """The decision, which fits; where stages or microbatches are faster by measured prices, raise those configurations."""
         record, traced = decided.record, self.traced
-        if not self.is_open or compiler.alone or record is None or traced is None or compiler.options.mesh is not None:
+        if not self.is_open or compiler.alone or record is None or traced is None or compiler.options.stage_ranks > 1:
             return decided
         found = from_rank_0(lambda: _faster(compiler, *traced, record))
         if not found:
@@ -163,6 +164,14 @@ def _named(key: str) -> str:
     return plan_database.digest_of((key, "configuration"))
 
 
+def _look_once(compiler: GraphBeingCompiled, joint: GraphModule, forward_outputs: int) -> None:
+    """Run the quick profile on all ranks, by which the search prices configurations, if it is wanted."""
+    from hpml_compiler.compile.decide.running_ranks import look_once  # here: nothing plans where a graph is cached
+
+    captured = _captured(compiler, joint, forward_outputs)
+    look_once(lambda: captured.whole[0], compiler.options, compiler.cluster)
+
+
 def _searched(compiler: GraphBeingCompiled, joint: GraphModule, forward_outputs: int, refusal: Infeasible | None,
               ) -> tuple[ChosenConfiguration, ...]:
     """Configurations under which the graph may fit. Raises BadInput and Infeasible."""
@@ -191,7 +200,7 @@ def _captured(compiler: GraphBeingCompiled, joint: GraphModule, forward_outputs:
     options = compiler.options.model_copy(update={"optimizer": sharing.options.optimizer})
     leaves = frozenset(k for k, x in enumerate(given) if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf)
     traced = JointTrace(joint, [*inputs.described], forward_outputs, 0.0, leaves)
-    return CapturedModel(traced, options, _trained(inputs), sharing)
+    return CapturedModel(traced, options, _trained(inputs), sharing, quick=session.current().quick)
 
 
 def _trained(inputs: GraphInputs) -> dict[str, float]:

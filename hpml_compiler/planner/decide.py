@@ -34,6 +34,7 @@ from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from passes.checkpointing.pinned_recomputation import unmatched
+from passes.cost_model.measured.mesh_prices import CachedMeasurements
 from passes.graph.decision import MicrobatchPlacement
 from passes.graph.graph_copy import copy_graph
 from passes.graph.module_blocks import assign_blocks
@@ -206,15 +207,15 @@ def _checkpointing_of(given: Plan | None, step: StepProblem) -> CheckpointingPla
 
 
 class OfflineRanks:
-    """No ranks: a plan is made for those of a cluster."""
+    """No ranks: a plan is made for those of a cluster. quick: see `plan_graph`."""
 
     running = False
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, size: int, quick: CachedMeasurements | None = None):
+        self.size, self.quick = size, quick
 
     def agreed(self, what: str, find: Callable[[], T]) -> T:
         return find()
 
     def place(self, request: PlacementRequest, search: Search) -> tuple[PlanResult, GraphPlan]:
-        return search(request)
+        return search(replace(request, quick=self.quick))

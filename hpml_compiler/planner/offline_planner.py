@@ -26,6 +26,7 @@ from hpml_compiler.plans.schema import GraphPlan, MeshAttempt, UnplannedPart
 from hpml_compiler.runtime.process.gc_pause import gc_paused
 from passes import compat
 from passes.checkpointing.layers.layer_boundary import LayersDiffer
+from passes.cost_model.measured.mesh_prices import CachedMeasurements
 from passes.errors import Infeasible
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.hardware.cluster import Cluster
@@ -56,7 +57,7 @@ def plan_candidate(traces: TracedModel, cluster: Cluster, allowance: WorkLimit) 
 def _planned(traces: TracedModel, cluster: Cluster, allowance: WorkLimit, hurried: bool) -> Plan:
     options = traces.options
     options.check_mesh(cluster.world_size)
-    planner = OfflinePlanner(options, cluster, traces.trained, hurried, traces.sharing)
+    planner = OfflinePlanner(options, cluster, traces.trained, hurried, traces.sharing, traces.quick)
     try:
         records = planner.plan(traces, allowance)
     except Infeasible as error:
@@ -75,12 +76,12 @@ class OfflinePlanner:
     of the graphs planned so far, by name; met: names of their parameters. rejected: meshes that other plans were better
     than. hurried: plan one of many candidates: fewer choices are tried, and where a few layers do not represent the model,
     `DepthsDiffer` is raised. only_graph: of the model, so that it has all stages that are pinned. sharing: of a graph of a run,
-    the memory that it shares with others, with its optimizer."""
+    the memory that it shares with others, with its optimizer; quick: see `plan_graph`."""
 
     def __init__(self, options: Options, cluster: Cluster, trained: Mapping[str, float], hurried: bool = False,
-                 sharing: StepContext | None = None):
+                 sharing: StepContext | None = None, quick: CachedMeasurements | None = None):
         self.options = options.model_copy(update={"plan": options.load_plan()})
-        self.cluster, self.trained, self.ranks = cluster, trained, OfflineRanks(cluster.world_size)
+        self.cluster, self.trained, self.ranks = cluster, trained, OfflineRanks(cluster.world_size, quick)
         self.hurried, self.sharing = hurried, sharing
         self.graphs: dict[str, GraphMemory] = {}
         self.met: set[str] = set()

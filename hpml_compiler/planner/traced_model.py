@@ -27,6 +27,7 @@ from hpml_compiler.planner.step_decision import decomposes_loss, defers_outputs
 from hpml_compiler.planner.traced_passes import change_traced
 from hpml_compiler.plans.from_decision.graph_record import SHORTENED
 from passes.analyses.microbatch_dims import fitting_microbatches
+from passes.cost_model.measured.mesh_prices import CachedMeasurements
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_copy import copy_graph
 from passes.graph.graph_signature import input_position
@@ -88,6 +89,11 @@ class TracedModel:
     @property
     def sharing(self) -> StepContext | None:
         """The memory that a graph of a run shares with others."""
+        return None
+
+    @property
+    def quick(self) -> CachedMeasurements | None:
+        """The quick profile of the devices of a run, by which its placements are priced."""
         return None
 
     @property

@@ -60,7 +60,7 @@ POINTWISE_CALLS = {"cpu": 1, "cuda": 16}
 OPTIMIZER_TENSORS, OPTIMIZER_ELEMENTS = 8, {"cpu": 2**19, "cuda": 2**21}
 
 
-def wanted(options: Options, cluster: Cluster, graph_hash: str) -> bool:
+def wanted(options: Options, cluster: Cluster, graph_hash: Callable[[], str]) -> bool:
     """True if the costs of this run's plan would come from data sheets alone. The same on every rank.
 
     HPML_QUICK_PROFILE=0 in the environment disables quick profiles, for the fastest start or reproducible plans.
@@ -69,7 +69,7 @@ def wanted(options: Options, cluster: Cluster, graph_hash: str) -> bool:
         return False
     if os.environ.get("HPML_QUICK_PROFILE", "1") == "0":
         return False
-    return from_rank_0(lambda: measured_costs.load(options, cluster, graph_hash) is None)
+    return from_rank_0(lambda: measured_costs.load(options, cluster, graph_hash()) is None)
 
 
 def take_quick_profile(annotated: AnalyzedGraph, cluster: Cluster) -> CachedMeasurements:

@@ -77,7 +77,7 @@ def test_optimizer_states_are_those_torch_keeps():
     ("gap=1", "options must be a dict, not str"),
     ({"memory_budget": "24 G"}, "'24 G' is not a number of bytes"),
     ({"offload": "saved"}, "needs a memory_budget"),
-    ({"mesh": {"dp": 2}, "schedule": "gpipe"}, "needs pipeline stages"),
+    ({"mesh": {"dp": 2, "pp": 1}, "schedule": "gpipe"}, "needs pipeline stages"),
     ({"mesh": {"dp": 0}}, "size of axis 'dp' is 0"),
     ({"mesh": {"dp": 2.0}}, "size of axis 'dp' is 2.0"),
     ({"mesh": {"d p": 2}}, "'d p' is not the name"),
@@ -149,6 +149,9 @@ def test_check_mesh_says_which_sizes_fit():
         options.check_mesh(3)
     assert "dp=" not in caught.value.next_step
     Options.parse(None).check_mesh(8)
+    for pins in ({"mesh": {"dp": 2}, "schedule": "gpipe"}, {"virtual_stages": 2}):
+        with pytest.raises(BadInput, match="needs pipeline stages"):
+            Options.parse(pins).check_mesh(2)
 
 
 def test_plan_by_object_and_by_path(tmp_path):

@@ -10,6 +10,7 @@ from typing import TypeVar
 from hpml_compiler.compile.decide.plan_entry import PlanEntry
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
 from hpml_compiler.compile.lower.compile_timer import compile_phase
+from hpml_compiler.options import Options
 from hpml_compiler.planner.decide import Search
 from hpml_compiler.planner.graph.same_structure import structural_hash
 from hpml_compiler.planner.pipeline.pp_axis import same_mesh
@@ -22,9 +23,23 @@ from hpml_compiler.runtime.process.world_group import world_size
 from hpml_compiler.session import session
 from passes import compat
 from passes.errors import BadInput
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.hardware.cluster import Cluster
 
 log = logging.getLogger("hpml")
 T = TypeVar("T")
+
+
+def look_once(find: Callable[[], AnalyzedGraph], options: Options, cluster: Cluster) -> None:
+    """Before the first plan, all ranks run the quick profile where there is no other. find: analyzes the graph for planning."""
+    current = session.current()
+    if current.looked:
+        return
+    current.looked = True
+    if quick_profile.wanted(options, cluster, lambda: find().hash()):
+        start, annotated = time.perf_counter(), find()
+        current.quick = quick_profile.take_quick_profile(annotated, cluster)
+        annotated.seconds["look"] = time.perf_counter() - start
 
 
 class RunningRanks:
@@ -42,20 +57,9 @@ class RunningRanks:
 
     def place(self, request: PlacementRequest, search: Search) -> tuple[PlanResult, GraphPlan]:
         with compile_phase("plan", f"{self.entry.name}: planning", {}):  # the plan has the times of looking and solving
-            self._look(request)
+            look_once(lambda: request.annotated, request.options, request.cluster)
             planned, record = from_rank_0(lambda: self._found(request, search))
         return planned, record.model_copy(update={"frame": compat.frame_being_compiled()})
-
-    def _look(self, request: PlacementRequest) -> None:
-        """Before the first plan, all ranks run the quick profile where there is no other."""
-        if self.session.looked:
-            return
-        self.session.looked = True
-        annotated = request.annotated
-        if quick_profile.wanted(request.options, request.cluster, annotated.hash()):
-            start = time.perf_counter()
-            self.session.quick = quick_profile.take_quick_profile(annotated, request.cluster)
-            annotated.seconds["look"] = time.perf_counter() - start
 
     def _found(self, request: PlacementRequest, search: Search) -> tuple[PlanResult, GraphPlan]:
         self.structure = key = structural_hash(request.annotated, request.options, request.rows)

@@ -1,5 +1,6 @@
 """Search for configurations of a graph of a run, on rank 0: where it does not fit as its options say, first without stages,
-then with them; where these pin a part of the mesh, the rest of it; and where prices are measured, stages that are faster."""
+then with them; where these pin a part of the mesh, the rest of it; and where prices are measured, stages and microbatches that
+are faster."""
 from __future__ import annotations
 
 import logging
@@ -12,6 +13,7 @@ from hpml_compiler.planner.graph.graph_planning import plan_graph
 from hpml_compiler.planner.graph.plan_assembly import as_plan
 from hpml_compiler.planner.joint.chosen_configuration import ChosenConfiguration
 from hpml_compiler.planner.joint.joint_search import FoundPlan, JointSearch
+from hpml_compiler.planner.joint.open_decisions import described_pins
 from hpml_compiler.planner.joint.open_planner import joint_search_of
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.plans.schema import GraphPlan
@@ -35,8 +37,8 @@ def search_graph(captured: CapturedModel, cluster: Cluster, refusal: Infeasible 
     if refusal is None:
         if search is None or not search.decisions.has_meshes:
             options.check_mesh(cluster.world_size)
-        why = f"since the options pin {_axes(options.mesh)} of the mesh and leave the rest open"
-        log.info("of the mesh, %s is pinned; hpml searches over the rest", options.mesh)
+        why = f"since the options pin {described_pins(options)} and leave the rest open"
+        log.info("the options pin %s; hpml searches over the rest", described_pins(options))
     elif search is None:
         raise refusal
     else:
@@ -48,27 +50,32 @@ def search_graph(captured: CapturedModel, cluster: Cluster, refusal: Infeasible 
 
 
 def faster_configurations(captured: CapturedModel, cluster: Cluster, record: GraphPlan) -> tuple[ChosenConfiguration, ...]:
-    """Configurations with stages whose simulated step is shorter than that of this plan without them by `GAIN` or more, the
-    fastest first. None where prices are not measured, or ranks share a CPU."""
+    """Configurations with stages, or with microbatches that leave less to recompute, whose simulated step is shorter than that
+    of this plan without them by `GAIN` or more, the fastest first. None where prices are not measured, or ranks share a CPU."""
+    options = captured.options
     if not _are_measured(captured, cluster, record.graph_hash):
         return ()
-    now_us = simulate(as_plan([record], (), captured.options, str(cluster))).step_us
+    now_us = simulate(as_plan([record], (), options, str(cluster))).step_us
+    recomputes = record.predicted.again_us >= GAIN * now_us and "microbatches" not in options.model_fields_set
+    if options.mesh is not None and not recomputes:
+        return ()
+    what = "stages and microbatches gain" if recomputes else "stages gain"
     most_us, least_us = (1.0 - GAIN) * now_us, _least_us(captured, cluster)
     if least_us > most_us:
-        log.info("stages gain less than %.0f %%: computation takes at least %s of %s a step on any number of them", 100 * GAIN,
+        log.info("%s less than %.0f %%: computation takes at least %s of %s a step on any number of them", what, 100 * GAIN,
                  format_us(least_us), format_us(now_us))
         return ()
     search = joint_search_of(captured, cluster)
     if search is None:
         return ()
-    search.decisions, search.below_us = replace(search.decisions, pipelined=True), most_us
+    search.decisions, search.below_us = replace(search.decisions, pipelined=None if recomputes else True), most_us
     try:
         if {*search.decisions.stage_counts()}:
             search.run()
     except Infeasible as error:
-        log.info("stages gain less than %.0f %%, or do not fit: %s", 100 * GAIN, error.what)
+        log.info("%s less than %.0f %%, or do not fit: %s", what, 100 * GAIN, error.what)
     found = [each for each in search.found if each.simulated_us <= most_us]
-    return _chosen(search, found, f"since a step without stages takes {format_us(now_us)}, by measured prices")
+    return _chosen(search, found, f"since the step takes {format_us(now_us)} without them, by measured prices")
 
 
 def _are_measured(captured: CapturedModel, cluster: Cluster, graph_hash: str) -> bool:
@@ -132,7 +139,3 @@ def _configuration(search: JointSearch, found: FoundPlan, why: str) -> ChosenCon
         reason=f"{candidate}{on}, with {format_bytes(found.plan.memory.peak)} of {format_bytes(candidate.limit)} and "
                f"{format_us(found.simulated_us)} a step as predicted, {why}{outside}",
         rejected=tuple(search.rejected))
-
-
-def _axes(mesh: dict[str, int] | None) -> str:
-    return " x ".join(f"{name} {size}" for name, size in (mesh or {}).items())

@@ -71,7 +71,7 @@ class MeshCosts:
         try:
             planned = plan_graph(self.annotated, own, cluster, lifetimes=MemoryModel(0.0), budget_bytes=budget,
                                  memos=SearchTables(joints=self.joints),
-                                 allowance=self.limit.part(LATER * self.seconds),
+                                 allowance=self.limit.part(LATER * self.seconds), quick=self.traces.quick,
                                  shorter=None if folded is None else folded.shorter,
                                  further=0 if folded is None else folded.further)
         except Infeasible as error:

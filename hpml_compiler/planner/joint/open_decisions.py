@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hpml_compiler.option_values import needs_stages
 from hpml_compiler.options import Options
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, devices_of_stage
 from passes.errors import BadInput
@@ -29,6 +30,8 @@ class OpenSchedule(NamedTuple):
 
 
 OPEN_SCHEDULES = (OpenSchedule("1f1b"), OpenSchedule("interleaved", 2, 0.5, 1.5), OpenSchedule("zero_bubble", 1, 0.4, 1.1))
+LEAST_VIRTUAL = {"interleaved": 2, "zbv": 2}
+"""Fewest stages of a rank, by schedule: 1 for others."""
 WITHOUT_STAGES, LOSS_OUTSIDE = OpenSchedule("1f1b"), OpenSchedule("gpipe")
 
 
@@ -78,9 +81,11 @@ class OpenDecisions:
     def _stage_counts(self, layers: int | None) -> Iterator[int]:
         mesh = self.options.mesh
         if mesh is not None and (PP_AXIS in mesh or not self.axes_are_open) or self.mixed and self.microbatches_are_open:
-            yield self.options.stage_ranks
+            if not schedule_needs_stages(self.options):
+                yield self.options.stage_ranks
             return
-        for stages in range(1, min(self.cluster.world_size, layers or self.cluster.world_size) + 1):
+        fewest, most = 1 + schedule_needs_stages(self.options), min(self.cluster.world_size, layers or self.cluster.world_size)
+        for stages in range(fewest, most + 1):
             try:
                 devices_of_stage(self.cluster, stages)
             except BadInput:
@@ -120,17 +125,32 @@ class OpenDecisions:
             return [WITHOUT_STAGES]
         if options.schedule != "auto" or options.virtual_stages > 1:
             known = {each.name: each for each in OPEN_SCHEDULES}
-            return [known.get(options.schedule_name, OpenSchedule(options.schedule_name))._replace(
-                virtual_stages=options.virtual_stages)]
+            if options.schedule_name == "interleaved" and microbatches % stages and self.microbatches_are_open:
+                return []
+            virtual = max(options.virtual_stages, LEAST_VIRTUAL.get(options.schedule_name, 1))
+            return [known.get(options.schedule_name, OpenSchedule(options.schedule_name))._replace(virtual_stages=virtual)]
         if not self.at_once:
             return [LOSS_OUTSIDE]
         return [each for each in OPEN_SCHEDULES if each.name != "interleaved" or microbatches % stages == 0]
 
 
+def schedule_needs_stages(options: Options) -> bool:
+    """True if a schedule of stages is pinned, but no number of stages."""
+    return needs_stages(options.mesh, options.schedule, options.virtual_stages)
+
+
 def leaves_axes_open(options: Options, world_size: int) -> bool:
-    """True if the pinned axes of the mesh divide the devices, of which they leave several for others."""
+    """True if the pinned axes of the mesh divide the devices, of which they leave several for others; or if a schedule is
+    pinned, which leaves the number of stages open."""
     pinned = math.prod((options.mesh or {}).values())
-    return options.mesh is not None and pinned < world_size and world_size % pinned == 0
+    return (options.mesh is not None or schedule_needs_stages(options)) and pinned < world_size and world_size % pinned == 0
+
+
+def described_pins(options: Options) -> str:
+    """The pins that leave a part of the mesh open, for a message."""
+    mesh = " x ".join(f"{name} {size}" for name, size in (options.mesh or {}).items())
+    schedule = f"the schedule {options.schedule_name}" if schedule_needs_stages(options) else ""
+    return " and ".join(part for part in (mesh and f"{mesh} of the mesh", schedule) if part)
 
 
 def rows_over(mesh: dict[str, int]) -> int:

@@ -7,7 +7,7 @@ from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.microbatching import few_of, loss_of
 from hpml_compiler.planner.joint.joint_search import JointSearch
-from hpml_compiler.planner.joint.open_decisions import LARGE, OpenDecisions, leaves_axes_open
+from hpml_compiler.planner.joint.open_decisions import LARGE, OpenDecisions, described_pins, leaves_axes_open
 from hpml_compiler.planner.offline_planner import plan_traces
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
@@ -29,7 +29,7 @@ def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
     if leaves_axes_open(options, cluster.world_size):
         search = joint_search_of(traces, cluster)
         if search is not None and search.decisions.has_meshes:
-            log.info("of the mesh, %s is pinned; hpml searches over the rest", options.mesh)
+            log.info("the options pin %s; hpml searches over the rest", described_pins(options))
             return search.run()
     options.check_mesh(cluster.world_size)
     try:

@@ -64,10 +64,12 @@ TABLE = [
     # schedules
     ("chain --cluster 1x2:cpu --fix pp=2 --fix schedule=interleaved --fix virtual_stages=2 --fix microbatches=1", 2,
      "use 2 microbatches"),
-    ("chain --cluster 1x2:cpu --fix virtual_stages=2", 2, "add the axis pp"),
+    ("chain --cluster 1x2:cpu --fix virtual_stages=2", 0, "pp"),
+    ("chain --cluster 1x2:cpu --fix dp=2 --fix virtual_stages=2", 2, "virtual_stages=2 needs pipeline stages"),
     ("chain --cluster 1x2:cpu --fix pp=2 --fix virtual_stages=2 --fix schedule=1f1b", 2, "leave virtual_stages out"),
     ("chain --cluster 1x2:cpu --fix pp=2 --fix schedule=zbv --fix microbatches=4", 2, "set virtual_stages=2"),
-    ("chain --cluster 1x2:cpu --fix schedule=1f1b", 2, "add the axis pp"),
+    ("chain --cluster 1x2:cpu --fix schedule=1f1b", 0, "pp"),
+    ("chain --fix schedule=1f1b", 2, "add the axis pp"),
     ("chain --cluster 1x2:cpu --fix schedule=bitonic", 2, "zero_bubble"),
     ("outside --cluster 1x2:cpu --fix pp=2 --fix microbatches=2 --fix schedule=1f1b", 0, "graph_0 has no loss"),
     # recomputation, budgets, ZeRO
@@ -82,7 +84,7 @@ TABLE = [
     ("chain --fix offload=saved", 2, "needs a memory_budget"),
     ("chain --fix gather=once --fix zero=3", 2, "leave one of the two out"),
     ("chain --fix gather=each --fix zero=2", 2, "leave one of the two out"),
-    ("chain --fix gather=each --fix zero=0 --fix virtual_stages=2", 2, "virtual_stages: needs pipeline stages"),
+    ("chain --fix gather=each --fix zero=0 --fix virtual_stages=2", 2, "leave one of the two out"),
     # solvers and their limits
     ("chain --solver NoSuch", 2, "unknown solver"),
     ("chain --solver GUROBI_CMD --cluster 1x2:cpu", 4, "not installed"),

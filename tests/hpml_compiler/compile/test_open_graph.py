@@ -149,11 +149,12 @@ def refused(pinned: dict[str, Any], why: str, trains: bool = True) -> None:
 
 def with_pins(rank: int) -> None:
     words = logged()
-    completed(rank, {"mesh": {"pp": 2}, "microbatches": 2, "schedule": "gpipe"}, {"pp": 2, "dp": 2}, words)
+    completed(rank, {"mesh": {"dp": 2}, "microbatches": 2, "schedule": "gpipe"}, {"pp": 2, "dp": 2}, words)
     pipeline = session.last_plan().graphs[0].pipeline
     assert pipeline is not None and pipeline.schedule == "gpipe"
     refused({"mesh": {"x": 2}}, "multiplies to 2, but there are 4 ranks")
     refused({"mesh": {"tp": 2}}, "the first training step decides about the others", trains=False)
+    refused({"schedule": "1f1b"}, "the schedule 1f1b is pinned, but no mesh: the first training step decides", trains=False)
 
 
 def test_a_mesh_that_is_pinned_in_part_is_completed(launch):

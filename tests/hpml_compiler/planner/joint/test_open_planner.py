@@ -132,6 +132,17 @@ def test_schedules_that_are_open():
     assert of() == ["1f1b", "interleaved", "zero_bubble"] and of(stages=4, microbatches=6) == ["1f1b", "zero_bubble"]
     assert of(at_once=False) == ["gpipe"] and len(of(stages=1)) == 1
     assert of(mesh={"pp": 2}, schedule="zbv", virtual_stages=2) == ["zbv"]
+    assert of(schedule="interleaved") == ["interleaved"] and of(schedule="interleaved", microbatches=5) == []
+
+
+def test_a_pinned_schedule_leaves_the_number_of_stages_open():
+    def of(**options) -> OpenDecisions:
+        return OpenDecisions(Options.parse(options), Cluster.parse("2x4:a100-80g"), 8)
+
+    assert list(of(schedule="1f1b").stage_counts()) == [2, 4] == list(of(mesh={"dp": 2}, virtual_stages=2).stage_counts())
+    assert of(schedule="1f1b").axes_are_open and not of(mesh={"dp": 8}, schedule="1f1b").axes_are_open
+    (schedule,) = of(schedule="zbv").schedules(2, 4)
+    assert (schedule.name, schedule.virtual_stages) == ("zbv", 2)
 
 
 def test_more_microbatches_take_fewer_bytes_and_stages_a_bubble():
