@@ -34,6 +34,7 @@ from hpml_compiler.runtime.process.live_objects import live_objects
 from passes import compat
 from passes.errors import BadInput
 from passes.graph.graph_signature import parameter_name
+from passes.session_state import state_of
 
 log, told = logging.getLogger(__name__), logging.getLogger("hpml")
 
@@ -59,6 +60,8 @@ class BoundParameters:
         self._outputs, self._mutated = frozenset(outputs), sorted(written)
         self._holding, self._borrowed, self._parts = holding or None, frozenset(borrowed), parts or OutputParts({})
         self._borrowed_views = frozenset(k for k, index in enumerate(self._trainable) if index in self._borrowed)
+        if olds:
+            state_of(_Unfinished).left.add(self)
 
     def locals(self, args: Sequence[Any]) -> list[Any]:
         """The arguments of a call with plain local tensors for DTensors, connected to them by autograd.
@@ -67,7 +70,7 @@ class BoundParameters:
         while it compiles.)
         """
         if self._olds:
-            self._replace_elsewhere()
+            self.replace_elsewhere()
         check_links()
         for index in self._rows:
             write_back_views(args[index])
@@ -112,7 +115,8 @@ class BoundParameters:
         """True if `write_back` has anything to do."""
         return bool(self._written)
 
-    def _replace_elsewhere(self) -> None:
+    def replace_elsewhere(self) -> None:
+        state_of(_Unfinished).left.discard(self)
         for ref, at in self._aliases:
             alias = ref()
             if alias is not None:  # `p.detach()`, `p.data`: continues to share the parameter's memory
@@ -125,6 +129,19 @@ class BoundParameters:
         if out_of_reach:
             log.info("old objects of these parameters are still referenced and raise an error when used: %s",
                      ", ".join(out_of_reach))
+
+
+class _Unfinished:
+    """left: graphs whose parameters are replaced in modules alone, since they have not been called."""
+
+    def __init__(self) -> None:
+        self.left = set[BoundParameters]()
+
+
+def finish_replacements() -> None:
+    """Replace in the rest of the script, too, the parameters of graphs whose first call an error has prevented."""
+    for each in [*state_of(_Unfinished).left]:
+        each.replace_elsewhere()
 
 
 def placeable(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hpml_compiler.runtime.install.parameter_sharding import finish_replacements
 from hpml_compiler.runtime.install.swap_parameters import rebind_all
 from hpml_compiler.runtime.optimizer.optimizer_step import forget_steps
 from passes import compat
@@ -31,6 +32,7 @@ def make_plain(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
     this rank has but a part of one: parameters and buffers that were sharded have arbitrary values then, and the optimizers no
     state.
     """
+    finish_replacements()
     forget_steps(optimizers)
     with compat.plain_torch_functions(), torch.no_grad():
         olds = _placed(model)
