@@ -141,17 +141,18 @@ def test_gradients_at_any_output_are_those_of_eager_mode(launch):
 
 def run_refused(rank: int) -> None:
     outputs_beside_loss.LEAST_BYTES = 0
+    options: dict[str, Any] = {"compiler": "eager", "mesh": {"dp": 2}}
     for change in (lambda model: model.head.weight.data.mul_(2),
                    lambda model: torch.optim.SGD(model.parameters(), 0.1).step()):
         fresh()
         model = Net(False)
-        loss, logits, _ = torch.compile(model, backend="hpml", options={"compiler": "eager", "mesh": {"dp": 2}})(X, Y)
+        loss, logits, _ = torch.compile(model, backend="hpml", options=options)(X, Y)
         loss.backward(retain_graph=True)
         change(model)
         with pytest.raises(HpmlError, match="modified by an inplace operation: output mul"):
             logits.sum().backward()
     fresh()
-    options = {"compiler": "eager", "mesh": {"dp": 2}, "outputs": "whole"}
+    options["outputs"] = "whole"
     loss, logits, other = torch.compile(Net(False), backend="hpml", options=options)(X, Y)
     with pytest.raises(RankDiverged, match="on rank 1, other gradients than on rank 0 arrive at output mul, sin"):
         of_both(loss, other if rank else logits).backward()
