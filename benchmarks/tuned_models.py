@@ -55,7 +55,8 @@ def llama_8b():
 def t5_11b():
     """T5 11B: 24 layers of encoder and of decoder, on 128 pairs of 512 tokens."""
     config = transformers.T5Config(
-        d_model=1024, d_kv=128, d_ff=65536, num_layers=24, num_heads=128, vocab_size=32128, dropout_rate=0.0, **PLAIN)
+        d_model=1024, d_kv=128, d_ff=65536, num_layers=24, num_heads=128, vocab_size=32128, dropout_rate=0.0,
+        decoder_start_token_id=0, **PLAIN)
     ids = _ids(128, 512)
     return _on_meta(transformers.T5ForConditionalGeneration, config), {"input_ids": ids, "labels": ids, "use_cache": False}
 

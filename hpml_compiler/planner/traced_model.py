@@ -126,10 +126,17 @@ class TracedModel:
         return FewLayerTrace(short, tuple(repeated_paths(self.model)), layers, names), annotated
 
     def _cut(self, layers: int) -> tuple[JointTrace, AnalyzedGraph] | None:
-        """Trace the model with so many layers, under a budget also before any pass; None if that gives several graphs."""
+        """Trace the model with so many layers, under a budget also before any pass; None if that gives several graphs, or not
+        all of it."""
         with with_few_layers(self.model, layers):
-            found = self._known(layers, lambda: trace(self.model, self.batch, self.options.compiler, defer=self._defer))
+            found = self._known(layers, self._trace_whole)
         return (found[0], self._annotated(found[0])) if len(found) == 1 and not found[0].breaks else None
+
+    def _trace_whole(self) -> list[JointTrace]:
+        """Trace the model as it is; no graphs where tracing does not reach all of it."""
+        rest: list[UntracedPart] = []
+        found = trace(self.model, self.batch, self.options.compiler, unplanned=rest, defer=self._defer)
+        return [] if rest else found
 
     def _known(self, layers: int, find: Callable[[], list[JointTrace]]) -> list[JointTrace]:
         """The traces of so many layers, after the passes that the options name."""

@@ -81,7 +81,8 @@ class GraphCalls:
                       replace(self._part("the step computes no gradients for them", rest - self.reached), used=False)]
         else:
             found.append(self._part(
-                f"Python code behind a graph break needs values ({type(self.stopped).__name__}), and there are none",
+                f"Python code behind a graph break needs values, and there are none, or fails "
+                f"({type(self.stopped).__name__}: {str(self.stopped).partition(chr(10))[0]})",
                 rest, line_of(self.stopped)))
         return [part for part in found if part.parameters]
 

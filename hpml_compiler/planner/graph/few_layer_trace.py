@@ -22,7 +22,8 @@ WORTHWHILE = 8
 
 
 def repeated_lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
-    """(parent, name, list) of every outermost list of `WORTHWHILE` or more modules of equal class and parameters."""
+    """(parent, name, list) of every outermost list of `WORTHWHILE` or more modules of equal class and parameters, of which the
+    first may have others: T5's has the positions."""
     found: list[tuple[nn.Module, str, nn.ModuleList]] = []
     inside: set[int] = set()
     for parent in model.modules():
@@ -37,7 +38,8 @@ def _alike(modules: nn.ModuleList) -> bool:
     def look(module: nn.Module):
         return type(module), tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters())
 
-    return len(modules) >= WORTHWHILE and len({look(m) for m in modules}) == 1
+    return (len(modules) >= WORTHWHILE and len({look(m) for m in [*modules][1:]}) == 1
+            and len({type(m) for m in modules}) == 1)
 
 
 def depth(model: nn.Module) -> int | None:

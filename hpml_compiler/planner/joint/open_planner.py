@@ -72,13 +72,13 @@ def _large_shapes(annotated: AnalyzedGraph) -> list[tuple[int, ...]]:
 
 def _single_graph(traces: TracedModel, limit: int) -> tuple[FewLayerTrace | None, AnalyzedGraph] | None:
     """The only graph of the model, with the whole batch at once, or the few layers that stand for it, and how many more there
-    are, traced as for a plan within `limit` bytes; None where the model has several."""
+    are, traced as for a plan within `limit` bytes; None where the model has several, or parts that were not traced."""
     options = traces.options
     update = {"microbatches": 1} if options.chooses_saved else {"microbatches": 1, "memory_budget": limit}
     plain = traces.with_options(options.model_copy(update=update))
     if plain.shortened is not None:
         return plain.shortened
-    return (None, plain.whole[0]) if len(plain.whole) == 1 else None
+    return (None, plain.whole[0]) if len(plain.whole) == 1 and not plain.unplanned else None
 
 
 def _too_large(traces: TracedModel, cluster: Cluster) -> Infeasible | None:

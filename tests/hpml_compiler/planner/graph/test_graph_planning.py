@@ -11,6 +11,7 @@ from torch import nn
 
 import hpml_compiler
 from hpml_compiler.demo.train import GPT
+from hpml_compiler.plans.from_decision.graph_record import SHORTENED
 from passes.errors import BadInput, Infeasible
 from passes.hardware.cluster import Cluster
 
@@ -69,3 +70,38 @@ def test_stages_that_save_no_memory_are_reported_with_a_remedy(caplog, layers, s
 def test_more_stages_than_the_model_has_parts_are_refused():
     with pytest.raises(BadInput, match="fewer than 8 stages"):
         hpml_compiler.plan(WithLoss(1), (torch.zeros(64, 64),), cluster="1x8:cpu", mesh={"pp": 8})
+
+
+class Chain(nn.Module):
+    """Eight layers, of which the first has a parameter more. stops: code after them fails, as of a configuration that lacks a
+    name."""
+
+    def __init__(self, stops: bool = False):
+        super().__init__()
+        self.stops, self.layers = stops, nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))
+        self.layers[0].register_parameter("scale", nn.Parameter(torch.ones(64)))
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = x * self.layers[0].scale
+        for layer in self.layers:
+            x = layer(x)
+        if self.stops:
+            torch._dynamo.graph_break()
+            x = x + self.missing
+        return self.head(x).square().mean()
+
+
+def test_the_first_layer_may_have_parameters_of_its_own():
+    whole, few = (hpml_compiler.plan(Chain(), (torch.zeros(32, 64),), cluster="1x2:h100-80g", compiler="eager",
+                                     trace_all_layers=traced) for traced in (True, False))
+    assert not whole.graphs[0].graph_hash.startswith(SHORTENED) and few.graphs[0].graph_hash.startswith(SHORTENED)
+    assert few.predicted.step_time_us == pytest.approx(whole.predicted.step_time_us, rel=1e-9)
+    assert few.memory.parameters == whole.memory.parameters
+
+
+def test_a_few_layers_whose_rest_is_not_traced_stand_for_nothing():
+    plan = hpml_compiler.plan(Chain(stops=True), (torch.zeros(32, 64),), cluster="1x2:h100-80g", compiler="eager")
+    (part,) = plan.unplanned
+    assert "fails (AttributeError: 'Chain' object has no attribute 'missing')" in part.reason
+    assert part.parameters == ("head.weight", "head.bias") and not plan.graphs[0].graph_hash.startswith(SHORTENED)
