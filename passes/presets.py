@@ -25,7 +25,7 @@ from passes.analyses.shapes import SHAPES, Shapes
 from passes.analyses.signature_analysis import AnalyzeSignature
 from passes.analyses.storage_program_builder import BuildStorageProgram
 from passes.base import Pass
-from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM, CheckpointDecision
+from passes.checkpointing.checkpoint_keys import PARTITIONER_CHOICE, STORAGE_PROGRAM, CheckpointDecision
 from passes.checkpointing.obey_checkpointing import ObeyCheckpointing
 from passes.checkpointing.other_microbatches import CountOtherMicrobatches
 from passes.checkpointing.solve_checkpointing import AdoptCheckpointing, SolveCheckpointing
@@ -108,10 +108,10 @@ def counting_microbatches(microbatches: Microbatches) -> PassManager:
     return manager
 
 
-def solving_checkpointing(forward_outputs: int, keep: SolveCheckpointing) -> PassManager:
-    """Choose the activations to save under a memory budget."""
-    manager = PassManager((FindPartitionerChoice(forward_outputs), keep))
-    manager.check(available=(STORAGE_PROGRAM,))
+def solving_checkpointing(forward_outputs: int, keep: SolveCheckpointing, chosen: bool = False) -> PassManager:
+    """Choose the activations to save under a memory budget. chosen: the partitioner's choice for this graph is known."""
+    manager = PassManager((keep,) if chosen else (FindPartitionerChoice(forward_outputs), keep))
+    manager.check(available=(STORAGE_PROGRAM, *((PARTITIONER_CHOICE,) if chosen else ())))
     return manager
 
 

@@ -7,6 +7,7 @@ half as long as a backward, which keeps waits short.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -106,17 +107,25 @@ def _with_messages(orders: Sequence[Sequence[Computed]], rank_of: Sequence[int])
     events: list[tuple[float, int, int, ScheduleAction]] = []  # time; messages first; sequence number
     done: dict[tuple[str, int, int], float] = {}
     free, at = [0.0] * len(orders), [0] * len(orders)
-    while any(position < len(own) for position, own in zip(at, orders)):
-        starts = {rank: max(free[rank], when) for rank, own in enumerate(orders) if at[rank] < len(own)
-                  and (when := _ready(own[at[rank]], done, len(rank_of))) is not None}
-        if not starts:
+    starts = [math.inf] * len(orders)  # of the next computation of each rank; infinite while its inputs are not ready
+
+    def look(rank: int) -> None:
+        when = _ready(orders[rank][at[rank]], done, len(rank_of)) if at[rank] < len(orders[rank]) else None
+        starts[rank] = math.inf if when is None else max(free[rank], when)
+
+    for rank in range(len(orders)):
+        look(rank)
+    for _ in range(sum(map(len, orders))):
+        start = min(starts)
+        if start == math.inf:
             raise HpmlError("the ranks of the pipeline deadlock", "schedule", "use another schedule")
-        rank = min(starts, key=lambda each: (starts[each], each))
+        rank = starts.index(start)
         kind, stage, microbatch = orders[rank][at[rank]]
         events.append((starts[rank], 1, len(events), ScheduleAction(kind, stage, microbatch)))
         free[rank] = starts[rank] + _UNITS[kind]
         at[rank] += 1
         if kind == "backward_weight":
+            look(rank)
             continue
         forward = kind == "forward"
         done["forward" if forward else "backward", stage, microbatch] = free[rank]
@@ -124,8 +133,14 @@ def _with_messages(orders: Sequence[Sequence[Computed]], rank_of: Sequence[int])
         if 0 <= other < len(rank_of) and rank_of[other] != rank_of[stage]:
             send = ScheduleAction("send_forward" if forward else "send_backward", stage, microbatch)
             events += [(free[rank], 0, len(events), send), (free[rank], 0, len(events), send.other_end)]
+        look(rank)
+        if 0 <= other < len(rank_of):
+            look(rank_of[other])
     events.sort(key=lambda event: event[:3])
-    return tuple(tuple(action for *_, action in events if rank_of[action.stage] == rank) for rank in range(len(orders)))
+    found: list[list[ScheduleAction]] = [[] for _ in orders]
+    for *_, action in events:
+        found[rank_of[action.stage]].append(action)
+    return tuple(map(tuple, found))
 
 
 def _ready(computed: Computed, done: dict[tuple[str, int, int], float], stages: int) -> float | None:

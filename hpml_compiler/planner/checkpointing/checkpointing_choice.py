@@ -22,8 +22,8 @@ from hpml_compiler.plans.checkpointing_records import (
 from hpml_compiler.plans.peak_memory import counted_peak
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.visualize.formatting import format_bytes, format_us
-from passes.annotations import read
-from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION, CheckpointDecision
+from passes.annotations import has, read
+from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION, PARTITIONER_CHOICE, CheckpointDecision
 from passes.checkpointing.checkpoint_search import BudgetTooSmall
 from passes.checkpointing.obey_checkpointing import ObeyCheckpointing
 from passes.checkpointing.solve_checkpointing import SolveCheckpointing
@@ -64,11 +64,12 @@ def _decided(joint: GraphModule, forward_outputs: int, share: BudgetShare, optio
     try:
         try:  # the graph leaves memory to graphs after it; without any, the second attempt would repeat the first
             between = round(share.between)
-            solving_checkpointing(forward_outputs, replace(keep, strict=strict or between > 0, between_bytes=between))(joint)
+            first = replace(keep, strict=strict or between > 0, between_bytes=between)
+            solving_checkpointing(forward_outputs, first, has(PARTITIONER_CHOICE, joint))(joint)
         except BudgetTooSmall:  # leave nothing to graphs after it; these raise an error if they do not fit
             if not share.between:
                 raise
-            solving_checkpointing(forward_outputs, keep)(joint)
+            solving_checkpointing(forward_outputs, keep, has(PARTITIONER_CHOICE, joint))(joint)
     except BudgetTooSmall as error:
         assert error.walk is not None, "the error has the trace with the lowest peak"
         raise _too_small(error.walk, share, options) from None

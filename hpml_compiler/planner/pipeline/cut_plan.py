@@ -165,11 +165,10 @@ class FoldedCutPlan(MakesPlan):
         stages = ExtrapolatedStages(record, calls, lists_in_order(record, folded), table)
         costs, checkpointing = self._pieces(stages, planned, repeats)
         layers = LayerMemory(checkpointing, costs, table, [costs.pieces.within(stages.places(k)) for k in range(table.stages)])
-        memory, fullest, kept = [], [], dict[int, CheckpointingPlan]()
-        for rank in range(len(table.actions)):
-            memory.append(resident_memory(record, stages.reads_of(rank)))
-            decided = layers.decisions(rank, memory[-1])
-            fullest.append(replace(memory[-1], saved=sum(each.saved_bytes for each in decided.values())))
+        memory = [resident_memory(record, stages.reads_of(rank)) for rank in range(len(table.actions))]
+        fullest, kept = [], dict[int, CheckpointingPlan]()
+        for own, decided in zip(memory, layers.of_all_ranks(memory), strict=True):
+            fullest.append(replace(own, saved=sum(each.saved_bytes for each in decided.values())))
             kept.update((k, checkpointing_plan(each, checkpointing.options)) for k, each in decided.items())
         record = with_pipeline(record, stages.parts(costs, layers, kept), table,
                                mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}, step.cluster, states, memory)

@@ -25,7 +25,7 @@ from hpml_compiler.planner.pipeline.layer_checkpointing import (
 from hpml_compiler.planner.pipeline.layer_costs import LayerCosts
 from hpml_compiler.planner.pipeline.stage_checkpointing import StageCheckpointing, stage_bytes
 from hpml_compiler.planner.pipeline.stage_halves import base_names, counted_stage
-from hpml_compiler.planner.pipeline.stage_memory import RankMemory, StageBytes, in_flight, sends_on
+from hpml_compiler.planner.pipeline.stage_memory import Moments, RankMemory, StageBytes, in_flight, sends_on
 from passes.annotations import read
 from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM, CheckpointDecision
 from passes.checkpointing.loop_memory import LoopMemory
@@ -74,13 +74,50 @@ class LayerMemory:
         self.known: dict[int, PieceGraph] = {}
         self.known_memory: dict[tuple[int, SavedValues], PieceMemory] = {}
         self.known_around: dict[frozenset[tuple[int, int]], LoopMemory] = {}
+        self.known_moments: dict[int, Moments] = {}
 
-    def decisions(self, rank: int, memory: GraphMemory) -> dict[int, CheckpointDecision]:
+    def of_all_ranks(self, memory: Sequence[GraphMemory]) -> list[dict[int, CheckpointDecision]]:
+        """`decisions` for each rank. Where two ranks of equal stages decide alike, so do those between them, which have no more
+        microbatches in flight than the one, and no fewer than the other."""
+        found = dict[int, dict[int, CheckpointDecision]]()
+
+        def fill(first: int, last: int) -> None:
+            for rank in (first, last):
+                if rank not in found:
+                    found[rank] = self.decisions(rank, memory[rank])
+            between, middle = range(first + 1, last), (first + last) // 2
+            if between and self._alike(first, last):
+                found.update((rank, self.decisions(rank, memory[rank], first)) for rank in between)
+            elif between:
+                fill(first, middle)
+                fill(middle, last)
+
+        fill(0, len(memory) - 1)
+        return [found[rank] for rank in range(len(memory))]
+
+    def _alike(self, first: int, last: int) -> bool:
+        """True if all ranks from the first to the last have the same pieces, and these two save the same values."""
+        pieces = [[self.stages[k] for k in self._stages_of(rank)] for rank in range(first, last + 1)]
+        one, other = ([self.chosen.get(run) for run in self._runs(rank)] for rank in (first, last))
+        return one == other and all(each == pieces[0] for each in pieces)
+
+    def _stages_of(self, rank: int) -> list[int]:
+        return [k for k in range(self.table.stages) if self.table.ranks[k] == rank]
+
+    def _runs(self, rank: int) -> list[Run]:
+        return [(k, place) for k in self._stages_of(rank) for place in range(len(self.stages[k]))]
+
+    def decisions(self, rank: int, memory: GraphMemory, like: int | None = None) -> dict[int, CheckpointDecision]:
         """Decisions for the stages of a rank, by stage, whether they fit or not. memory: of the rank besides what its stages
-        save."""
-        own = [k for k in range(self.table.stages) if self.table.ranks[k] == rank]
+        save. like: a rank whose decisions are taken, if they fit."""
+        own = self._stages_of(rank)
         found, share, around = self.found, self.found.sharing.share_of(memory), self._around(own)
-        of_rank = RankMemory(moments_of(self.table, rank, self.at_once), {k: self._stage_bytes(k) for k in own})
+        of_rank = RankMemory(self._moments_of(rank), {k: self._stage_bytes(k) for k in own})
+        if found.budgeted and like is not None:
+            self.chosen.update((run, self.chosen[its]) for run, its in zip(self._runs(rank), self._runs(like), strict=True))
+            counted = self._counted(own, of_rank, share, around)
+            if all(each.fits for each in counted.values()):
+                return counted
         if found.budgeted:
             problems = PieceProblems(
                 {k: self.stages[k] for k in own}, of_rank, share, around, self._joint, self._later,
@@ -106,8 +143,12 @@ class LayerMemory:
 
     def in_flight(self, stage: int) -> int:
         """Most microbatches of a stage that have saved values at a time."""
-        moments = moments_of(self.table, self.table.ranks[stage], self.at_once)
-        return in_flight(stage, moments, self._stage_bytes(stage).waits)
+        return in_flight(stage, self._moments_of(self.table.ranks[stage]), self._stage_bytes(stage).waits)
+
+    def _moments_of(self, rank: int) -> Moments:
+        if rank not in self.known_moments:
+            self.known_moments[rank] = moments_of(self.table, rank, self.at_once)
+        return self.known_moments[rank]
 
     def _decision(self, k: int, others: Microbatches, saved: int, left: float) -> CheckpointDecision:
         forward, backward = (_fullest(self._moments(k, phase), others.others(phase, saved), saved) for phase in (False, True))
