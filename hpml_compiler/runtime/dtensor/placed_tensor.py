@@ -142,14 +142,15 @@ class PlacedTensor(DTensor):
             return _view(func, name, args, kwargs)
         if name in NEW and placed[0] is args[0]:
             return _new(func, *args, **kwargs)
+        pending = any(p.is_partial() for p in placed[0].placements)
+        if name == "detach" and placed[0] is args[0] and not pending:
+            return _detached(args[0])
         if any(unknown_to_dtensor(operand.placements) for operand in placed):  # DTensor cannot run on these
-            if name == "detach":
-                return compat.make_dtensor(PlacedTensor, args[0]._local_tensor.detach(), args[0]._spec)
             if name == "new_empty":  # of this class, as torch's stager of asynchronous checkpoints expects
                 mesh = args[0].device_mesh
                 return place(func(args[0]._local_tensor, *args[1:], **kwargs), mesh, [Replicate()] * mesh.ndim)
             return run_gathered(func, args, kwargs, gathered_view)
-        if name in CASTS and isinstance(args[0], DTensor) and any(p.is_partial() for p in args[0].placements):
+        if name in CASTS and placed[0] is args[0] and pending:
             return run_gathered(func, args, kwargs, gathered_view)  # it may share memory on one device
         alone = not _tracked(plain) and (name == "stack" or not any(operand.dim() for operand in plain))
         if name in NORMS and placed[0].dtype in (torch.bfloat16, torch.float16):
@@ -419,8 +420,9 @@ def _check_may_change(name: str, changed: Sequence[torch.Tensor]) -> None:
 def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a view op; a result that does not share the source's storage becomes a GatheredView."""
     source = args[0]
-    if unknown_to_dtensor(source.placements) and name == "__get__" and func.__self__.__name__ == "data":
-        return compat.make_dtensor(PlacedTensor, source._local_tensor.data, source._spec)
+    if name == "__get__" and func.__self__.__name__ == "data" and not hasattr(source, VIEW_STEP) and not any(
+            p.is_partial() for p in source.placements):
+        return _detached(source)
     if name in ("view_as", "expand_as") and unknown_to_dtensor(source.placements) and _tracked([source]) and (
             source.shape == args[1].shape):
         return _Alias.apply(source)  # scripts and torch reach a leaf's AccumulateGrad node this way
@@ -432,8 +434,22 @@ def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, An
         result = _try_view(func, args, kwargs)
         address = source._local_tensor.untyped_storage().data_ptr()
         if result is not None and all(_is_view_at(address, view) for view in tensors_in(result)):
+            for view in tensors_in(result):
+                _share_version(view, source)
             return adopt(result, PlacedTensor)
     return run_gathered(func, args, kwargs, gathered_view)
+
+
+def _detached(source: DTensor) -> PlacedTensor:
+    """The source without autograd, in its memory, with its version counter, which DTensor's would not share."""
+    return compat.make_dtensor(PlacedTensor, source._local_tensor.detach(), source._spec)
+
+
+def _share_version(view: Any, source: DTensor) -> None:
+    """Let the part of a view have the version counter of its source's: DTensor makes them where torch keeps none."""
+    part, own = view._local_tensor, source._local_tensor
+    if part is not own:
+        view._local_tensor = own.detach().as_strided(part.shape, part.stride(), part.storage_offset())
 
 
 def _try_view(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -498,4 +514,5 @@ def _set_data(func: Any, tensor: PlacedTensor, value: torch.Tensor) -> None:
         tensor._local_tensor = part
     else:
         tensor._local_tensor.data = part
+        torch.autograd.graph.increment_version(tensor._local_tensor)
     tensor._spec = spec

@@ -186,6 +186,14 @@ def changed_parameter(t):
     return [loss]
 
 
+def changed_view(t):
+    z = t.call(X)
+    t.model.head.bias.detach().view(16, 16).t().mul_(0.9)
+    loss = F.cross_entropy(z, Y)
+    loss.backward()
+    return [loss]
+
+
 def again(t):
     loss = F.cross_entropy(t.call(X), Y)
     loss.backward(retain_graph=True)
@@ -286,7 +294,8 @@ SCENES = {plain: IN_STEP, kept_logits: IN_STEP, metrics_first: ALONE, metrics_be
           several: IN_STEP, evaluated: IN_STEP, twice: ALONE, of_two_sizes: IN_STEP, accumulated: IN_STEP, scaled: IN_STEP,
           noisy: ALONE, dropped: IN_STEP, normed: ALONE, changed_target: IN_STEP, changed_parameter: ALONE, again: IN_STEP,
           asked: IN_STEP, asked_between: ALONE, asked_after: ALONE, hooked: ALONE, failing: IN_STEP, saved: IN_STEP,
-          own_loop: IN_STEP, checkpointed: ALONE, small_and_large: IN_STEP, two_calls: ALONE, taken_between: ALONE}
+          own_loop: IN_STEP, checkpointed: ALONE, small_and_large: IN_STEP, two_calls: ALONE, taken_between: ALONE,
+          changed_view: ALONE}
 USES = {plain: (1, set()), kept_logits: (7, {"argmax", "max", "logsumexp"}), metrics_first: (7, {"argmax"})}
 """Calls, of 7, in which the logits are made, and functions that the script calls on them; with a mesh of two ranks."""
 
