@@ -36,7 +36,7 @@ def split_backward(gm: GraphModule, gradients: int) -> tuple[GraphModule | None,
     wanted = [node for node in late if node is not None]
     if not wanted:
         return gm, None
-    _move_smaller(gm, first, _made_of(wanted, first))
+    _move_smaller(gm, first, _made_of(wanted, first), wanted)
     second = _made_of(wanted, first)
     handed = _handed(gm, second, first)
     early = [None if later is not None else node for node, later in zip(own, late)]
@@ -114,14 +114,14 @@ def _handed(gm: GraphModule, second: set[Node], first: Collection[Node]) -> list
     return [node for node in gm.graph.nodes if node in found]
 
 
-def _move_smaller(gm: GraphModule, first: set[Node], second: set[Node]) -> None:
+def _move_smaller(gm: GraphModule, first: set[Node], second: set[Node], wanted: Collection[Node]) -> None:
     """Move calls that need no gradients, such as recomputed ones, from the second part to the first where handing over a result
-    takes no more memory than handing over those values that it alone is computed from."""
+    takes no more memory than handing over those values that it alone is computed from. wanted: results, which stay."""
     graded: set[Node] = set()
     for node in gm.graph.nodes:
         if node.op == "placeholder" and "tangent" in str(node.target) or not graded.isdisjoint(node.all_input_nodes):
             graded.add(node)
-        if node not in second or node in graded or not _may_move(node):
+        if node not in second or node in graded or node in wanted or not _may_move(node):
             continue
         read = _behind_views(node)
         if any(x in second and x not in first for x in read if not _is_view(x)):
