@@ -96,7 +96,7 @@ TABLE = [
     ("chain --cluster 1x2:cpu --fix plan=plan.json", 2, "another model"),
     ("chain --cluster 1x4:cpu --fix plan=chain.json", 2, "start 2 ranks"),
     ("chain --cluster 1x2:cpu --fix plan=other_torch.json", 2, "torch 1.0"),
-    ("chain --cluster 1x2:cpu --fix plan=cut.json --fix dp=2", 2, "plan this model again"),
+    ("chain --cluster 1x2:cpu --fix plan=cut.json --fix dp=2", 2, "needs pipeline stages"),
     ("norm --cluster 1x2:cpu --fix plan=cut.json", 2, "another model or batch"),
 ]
 
