@@ -38,7 +38,7 @@ class Outcome:
     memory: dict[str, float] = field(default_factory=dict)
     """Bytes by name, if they are measured."""
     outputs: tuple[str, ...] = ()
-    """Where the script's work on outputs ran, of "in the step", "on shards" and "gathered"."""
+    """Places where the script's work on outputs ran, of "in the step", "on shards" and "gathered"."""
 
 
 class Unfit(Exception):

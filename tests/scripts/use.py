@@ -42,7 +42,7 @@ ByMesh = str | Mapping[str, str]
 
 @dataclass
 class Script:
-    """What a use does otherwise when it is split. `mesh` is a name in MESHES, FURTHER or FOUR_RANKS; None is one device."""
+    """Functions that differ when a use is split. `mesh` is a name in MESHES, FURTHER or FOUR_RANKS; None is one device."""
 
     mesh: str | None
     folder: Path
@@ -51,7 +51,7 @@ class Script:
     budget_bytes: int = 0
     """In place of the one that a mesh has."""
     places: list[str] = field(default_factory=list)
-    """Where the work on outputs ran, once it did."""
+    """Places where the work on outputs ran, once it did."""
 
     def compile(self, model: Any, **options: Any) -> Any:
         if self.mesh is None:
