@@ -11,6 +11,7 @@ from functools import cached_property
 
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.schema import GraphPlan
+from passes.graph.placement_graph import block_class
 
 
 class CheckpointingView:
@@ -36,6 +37,20 @@ class CheckpointingView:
             if name is not None:
                 found[name] = found.get(name, 0.0) + us
         return found
+
+    @cached_property
+    def us_of_layers(self) -> dict[str, float]:
+        """Time in µs of recomputing and offloading in each layer of a class of blocks, on average; "" outside of repeated
+        blocks."""
+        layers: dict[str, int] = defaultdict(int)
+        for operation in self.graph.operations.values():
+            layers[block_class(operation.block)] = max(layers[block_class(operation.block)], self.graph.runs(operation))
+        found: dict[str, float] = defaultdict(float)
+        for each in (*self.kept.again.values(), *self.kept.offloaded.values()):
+            kind = block_class(each.block)
+            repeated = kind != each.block and kind in layers
+            found[kind if repeated else ""] += each.predicted_us * each.layers / (layers[kind] if repeated else 1)
+        return dict(found)
 
     @cached_property
     def offload_us(self) -> dict[str, float]:

@@ -33,12 +33,15 @@ def values_of_parameters(graph: GraphPlan, names: Iterable[str]) -> dict[str, st
 
 class LocalView:
     """Look-ups in the plan of one graph. obeys_kept: take saved values from the plan's activation checkpointing, if it has one;
-    otherwise they are those that torch's partitioner would save."""
+    otherwise they are those that torch's partitioner would save. unlisted: that activation checkpointing where one listed layer
+    stands for several, which may save different values."""
 
     def __init__(self, graph: GraphPlan, obeys_kept: bool = True):
         self.graph, self.axes = graph, device_axes(graph.mesh)
         listed_whole = not graph.multiplicity  # else layers may differ in saved values from the listed one
-        self.kept = CheckpointingView(graph, graph.kept) if graph.kept is not None and obeys_kept and listed_whole else None
+        view = CheckpointingView(graph, graph.kept) if graph.kept is not None and obeys_kept else None
+        self.kept = view if listed_whole else None
+        self.unlisted = None if listed_whole else view
 
     @cached_property
     def calls(self) -> tuple[StepCall, ...]:

@@ -29,6 +29,7 @@ def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0, obeys_ke
         call_us=prices.call_us(),
         accumulate_us=prices.accumulate_us(),
         optimizer_us=prices.optimizer_us(),
+        again_us=_again_us(view, prices, part),
         microbatches=1 if said is None else said.count,
         at_once=said is None or said.loss_inside,
     )
@@ -42,6 +43,16 @@ def _call(view: LocalView, call: StepCall, prices: PlanPrices, part: float) -> S
         again_us *= us / operation.predicted_us if operation.predicted_us else part
     return replace(call, us=us, result_bytes=tuple(nbytes * share for nbytes in operation.result_bytes), again_us=again_us,
                    offload_us=call.offload_us * (part if call.when == "loop" else 1.0))
+
+
+def _again_us(view: LocalView, prices: PlanPrices, part: float) -> dict[str, float]:
+    """Recomputation in each layer that no listed call stands for, scaled with the price of forward."""
+    if view.unlisted is None:
+        return {}
+    forward = {name: each.predicted_us for name, each in view.graph.operations.items() if not each.backward}
+    planned_us = sum(forward.values())
+    scale = sum(prices.operation_us(name, part) for name in forward) / planned_us if planned_us else part
+    return {kind: us * scale for kind, us in view.unlisted.us_of_layers.items()}
 
 
 def _leg(view: LocalView, move: Redistribution, prices: PlanPrices, part: float) -> Transfer:

@@ -107,7 +107,8 @@ class StepGraph:
 
     tangents: bytes of the gradients that backward receives. parameter_bytes, gradient_bytes, optimizer_bytes: per
     rank. call_us: overhead of entering forward, or backward; accumulate_us: accumulating the gradients of one more microbatch;
-    optimizer_us: the optimizer's step.
+    optimizer_us: the optimizer's step. again_us: recomputation for each layer of a class of blocks ("" outside of them) besides
+    that of the listed calls, as where one listed layer stands for several that recompute different calls.
 
     microbatches: how often this graph runs in a step, if it has a loop of its own. at_once: backward of each microbatch follows
     its forward; otherwise all forwards come first.
@@ -124,6 +125,7 @@ class StepGraph:
     call_us: float = 0.0
     accumulate_us: float = 0.0
     optimizer_us: float = 0.0
+    again_us: Mapping[str, float] = field(default_factory=dict)
     microbatches: int = 1
     at_once: bool = True
 

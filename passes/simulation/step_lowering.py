@@ -92,13 +92,19 @@ class _GraphLowering:
             self.program.compute(f"call {self.graph.name}", BACKWARD, self.graph.call_us)
         self.microbatch, self.brought = microbatch, set[tuple[str, int]]()
         phase = self.phases[BACKWARD]
+        rest = {each.group: self.graph.again_us.get(each.group[0], 0.0) for each in phase}
         waiting = dict(self.recomputed) if phase else {}
         for each in phase:
             group = each.group if each.group in waiting else OUTSIDE if OUTSIDE in waiting else None
             if group is not None:
                 self._run(waiting.pop(group), RECOMPUTE)
+            if us := rest.pop(each.group, 0.0):
+                self._enter(each.group, BACKWARD)
+                self.program.compute(f"{RECOMPUTE}{layer_label(each)}", RECOMPUTE, us)
             self._bring(each)
             self._run_one(each, BACKWARD, last)
+        for each in self.again.values() if phase else ():  # read by calls that the plan does not list
+            self._recompute(each)
         for each in self.away.values() if phase else ():  # read by calls that the plan does not list
             self._copy_back(each)
         if microbatch and phase:
@@ -126,10 +132,15 @@ class _GraphLowering:
             if away is not None:
                 self._copy_back(away)
             made = self.again.get((name, each.layer), self.again.get((name, 0)))
-            if made is not None and (name, made.layer) not in self.brought:
-                self.brought.add((name, made.layer))
-                self._bring(made)
-                self._run_one(made, RECOMPUTE, False)
+            if made is not None:
+                self._recompute(made)
+
+    def _recompute(self, each: CallInstance) -> None:
+        key = each.call.name, each.layer
+        if key not in self.brought:
+            self.brought.add(key)
+            self._bring(each)
+            self._run_one(each, RECOMPUTE, False)
 
     def _copy_back(self, each: CallInstance) -> None:
         """The second half of moving an offloaded result, in front of its first reader in backward."""
@@ -142,7 +153,7 @@ class _GraphLowering:
         program, call, label = self.program, each.call, each.call.name + layer_label(each)
         if not self._is_now(call):
             return
-        program.enter((phase, each.group, self.microbatch) if each.group != OUTSIDE else (phase, self.microbatch))
+        self._enter(each.group, phase)
         into = [(leg, repeats) for leg, repeats in self.legs.into(each)
                 if not (leg.once and self.microbatch) and (phase != RECOMPUTE or self._comes_again(leg, call))]
         for leg, repeats in into:
@@ -165,6 +176,9 @@ class _GraphLowering:
                     self.returned.append(self._hops(leg.hops, label, [index]))
                 elif reduce or leg.each:
                     self._reduce(leg, 0, index, each.layer, label)
+
+    def _enter(self, group: Group, phase: str) -> None:
+        self.program.enter((phase, group, self.microbatch) if group != OUTSIDE else (phase, self.microbatch))
 
     def _is_now(self, call: StepCall) -> bool:
         """False for a call outside of the loop over microbatches, but with the first or with the last of them."""
