@@ -32,6 +32,9 @@ from hpml_compiler.profile.timing import TimedCall, in_rounds
 from hpml_compiler.profile.training_steps import optimizer_step
 from hpml_compiler.runtime.consistency.rank_sync import from_rank_0
 from hpml_compiler.runtime.process.compute_device import device_type
+from hpml_compiler.runtime.process.out_of_memory import room_bytes
+from hpml_compiler.runtime.process.world_group import from_all_ranks
+from hpml_compiler.visualize.formatting import format_bytes
 from passes import compat
 from passes.cost_model import OptimizerModel, RooflineCost
 from passes.cost_model.measured.measured_kernels import OPTIMIZER
@@ -57,6 +60,8 @@ POINTWISE_ELEMENTS = {"cpu": (2**16, 2**20, 2**22), "cuda": (2**22, 2**23, 2**24
 """By device type: on a GPU, the time of a smaller kernel is that of its launch, which is charged apart."""
 POINTWISE_CALLS = {"cpu": 1, "cuda": 16}
 """The fewest calls of a sample: the host waits for the device once in a sample."""
+ROOM_BYTES = {"cpu": 2**29, "cuda": 2**31}
+"""Memory that has to be left on each device for a quick profile to be taken."""
 OPTIMIZER_TENSORS, OPTIMIZER_ELEMENTS = 8, {"cpu": 2**19, "cuda": 2**21}
 
 
@@ -72,15 +77,21 @@ def wanted(options: Options, cluster: Cluster, graph_hash: Callable[[], str]) ->
     return from_rank_0(lambda: measured_costs.load(options, cluster, graph_hash()) is None)
 
 
-def take_quick_profile(annotated: AnalyzedGraph, cluster: Cluster) -> CachedMeasurements:
-    """Measure, or load the quick profile of the last day. All ranks must call it, inside or outside of a Dynamo backend, and
-    get the same result."""
+def take_quick_profile(annotated: AnalyzedGraph, cluster: Cluster) -> CachedMeasurements | None:
+    """Measure, or load the quick profile of the last day; None if a device has too little memory left to measure. All ranks must
+    call it, inside or outside of a Dynamo backend, and get the same result."""
     start, key = time.perf_counter(), quick_profile_cache.profile_key(annotated.hash(), cluster)
     found = from_rank_0(lambda: quick_profile_cache.cached_profile(key))
     before = found is not None
     if found is None:
         with _plain_tensors():
-            found = _measure(annotated)
+            room = min(from_all_ranks(room_bytes()))
+            found = _measure(annotated) if room >= ROOM_BYTES[device_type()] else None
+        if found is None:
+            if dist.get_rank() == 0:
+                log.info("no quick profile was taken, since a device has only %s left: costs are those of data sheets; "
+                         "`hpml profile` measures them before a run", format_bytes(room))
+            return None
         if dist.get_rank() == 0:
             quick_profile_cache.store_profile(key, found)
     if dist.get_rank() == 0:

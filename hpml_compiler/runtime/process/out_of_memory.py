@@ -41,8 +41,11 @@ def free_memory() -> None:
 
 
 def room_bytes() -> int:
-    """Bytes that this process can still allocate on its device: of a CPU, what the system and the process's limit leave."""
+    """Bytes that this process can still allocate on its device: of a CPU, what the system and the process's limits leave."""
     if device_type() == "cuda":
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    limit, room = resource.getrlimit(resource.RLIMIT_AS)[0], psutil.virtual_memory().available
-    return int(room if limit == resource.RLIM_INFINITY else max(min(room, limit - psutil.Process().memory_info().vms), 0))
+    used = psutil.Process().memory_info()
+    limits = {resource.RLIMIT_AS: used.vms, resource.RLIMIT_DATA: getattr(used, "data", used.rss)}
+    left = [psutil.virtual_memory().available]
+    left += [limit - taken for kind, taken in limits.items() if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY]
+    return max(min(left), 0)

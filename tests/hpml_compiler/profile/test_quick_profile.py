@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -53,6 +54,9 @@ def look_in_a_run(rank: int, folder: str) -> None:
     assert plans["wanted"].predicted.optimizer_us != plans["roofline"].predicted.optimizer_us
     assert not os.listdir(folder)  # nothing is kept
 
+    with pytest.MonkeyPatch.context() as patch:  # one rank with little memory
+        patch.setattr(quick_profile, "room_bytes", lambda: 2**40 if rank == 0 else 2**20)
+        assert first_step().quick is None
     os.environ["HPML_QUICK_PROFILE"] = "0"
     assert first_step().quick is None
 
