@@ -185,8 +185,7 @@ def _warn_unmatched(step: StepProblem) -> None:
         return
     blocks = sorted({*assign_blocks(step.joint() if step.traced is not None else step.annotated.gm).values()} - {""})
     if not blocks and all(pattern == "*" for pattern, _ in pins):
-        log.warning("%s: the model has no repeated layers, so that options['recompute'] applies to no block; with a "
-                    "memory_budget, hpml decides for each value", step.name)
+        log.info("%s: the model has no repeated layers, so that options['recompute'] takes it as one block", step.name)
         return
     for pattern in unmatched(blocks, pins):
         log.warning("%s: the pattern %r of options['recompute'] matches none of its blocks: %s", step.name, pattern,

@@ -50,8 +50,8 @@ class BuildStorageProgram(AnalysisPass):
     mesh axis by name of the process group, for the time of collectives; one of another group is never run again. lists: blocks
     of the graph that stand for `layers` layers, of each list of them (`passes.checkpointing.layers`). microbatches: what
     others of these hold meanwhile, where the graph is what each of them runs. received: names of inputs that a pipeline stage
-    receives for each microbatch; None if the graph is not that of a stage, whose outputs are sent on or collected. recompute:
-    see `pin_recomputation`."""
+    receives for each microbatch; None if the graph is not that of a stage, whose outputs are sent on or collected. recompute,
+    gathers_again: see `pin_recomputation`."""
 
     name = "build_storage_program"
     requires = (FLOPS,)
@@ -69,10 +69,11 @@ class BuildStorageProgram(AnalysisPass):
     microbatches: Microbatches = Microbatches()
     received: frozenset[str] | None = None
     recompute: Pins = ()
+    gathers_again: bool = False
 
     def run(self, graph_module: GraphModule) -> None:
         program = replace(_StorageProgramReader(graph_module, self).program(), microbatches=self.microbatches)
-        program = pin_recomputation(program, self.recompute) if self.recompute else program
+        program = pin_recomputation(program, self.recompute, self.received is not None, self.gathers_again)
         write(STORAGE_PROGRAM, graph_module, fold_layers(program, self.lists, self.layers) if self.lists else program)
 
 

@@ -1,13 +1,15 @@
 """Pin for each block whether its activations are saved or recomputed, as Megatron-LM's recomputation options do.
 
 A pin is written into the storage program as the script's own activation checkpointing is (`Storage.pinned`), so everything that
-decides about saved activations obeys it. Calls outside of blocks, such as the head and the loss, are pinned by "none" alone.
+decides about saved activations obeys it. Calls outside of blocks, such as the head and the loss, are pinned by "none" alone; in a
+graph without blocks, such as a layer that is compiled by itself, all calls are one block.
 """
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Literal
 
 from passes.simulation.memory.storage_program import ProgramOp, StorageProgram
@@ -20,20 +22,25 @@ Pins = tuple[tuple[str, Recompute], ...]
 """Patterns of block paths, such as "layers.*", with their values; of several that match, the last one counts."""
 
 
-def pin_recomputation(program: StorageProgram, pins: Pins) -> StorageProgram:
-    """The program with its storages pinned. The script's own checkpoints stay as they are. Results that cannot be recomputed,
-    such as random numbers, are saved in any case."""
+def pin_recomputation(program: StorageProgram, pins: Pins, of_stage: bool = False, gathers_again: bool = False,
+                      ) -> StorageProgram:
+    """The program with its storages pinned. of_stage: it is a stage of a graph that has blocks. gathers_again: backward gathers
+    all of its parameters; else it saves those of blocks that save more than their inputs where that is cheaper. The script's own
+    checkpoints stay as they are. Results that cannot be recomputed, such as random numbers, are saved in any case."""
+    if not pins and not gathers_again:
+        return program
     blocks = {run.block for run in program.runs if not run.backward}
-    saved = {s for block in blocks for s in _saved(program, block, _mode(block, pins))}
+    mode = partial(_mode, pins=pins, alone=not (of_stage or any(blocks)))
+    saved = {s for block in blocks for s in _saved(program, block, mode(block))}
     storages = list(program.storages)
     for s in program.candidates:
         run = program.runs[program.maker(s)]
-        mode = _mode(run.block, pins)
         if run.of_backward:  # recomputed with the values that it reads, in whatever block these are
-            if any(storages[each].pinned == "again" for each in run.reads):
+            again = storages[s].gathered and (gathers_again or mode(run.block) == "full")
+            if again or any(storages[each].pinned == "again" for each in run.reads):
                 storages[s] = replace(storages[s], pinned="again")
-        elif mode != "auto" and not storages[s].pinned:
-            storages[s] = replace(storages[s], pinned="keep" if mode == "none" or s in saved else "again")
+        elif (how := mode(run.block)) != "auto" and not storages[s].pinned:
+            storages[s] = replace(storages[s], pinned="keep" if how == "none" or s in saved else "again")
     return replace(program, storages=tuple(storages))
 
 
@@ -43,10 +50,11 @@ def unmatched(blocks: Iterable[str], pins: Pins) -> list[str]:
     return [pattern for pattern, _ in pins if pattern != "*" and not any(fnmatchcase(block, pattern) for block in known)]
 
 
-def _mode(block: str, pins: Pins) -> Recompute:
+def _mode(block: str, pins: Pins, alone: bool) -> Recompute:
+    """alone: "" is the only block."""
     found: Recompute = "auto"
     for pattern, value in pins:
-        if (block and fnmatchcase(block, pattern)) or (not block and pattern == "*" and value == "none"):
+        if (block and fnmatchcase(block, pattern)) or (not block and pattern == "*" and (alone or value == "none")):
             found = value
     return found
 

@@ -141,7 +141,7 @@ class StageCheckpointing:
         builder = BuildStorageProgram(problem.outputs, MeshPrices(mesh, options.optimizer_states),
                                       options.compiler == "inductor",
                                    written, groups.axis_of, offload_price(options, cluster), device,
-                                   recompute=tuple(options.recompute.items()))
+                                   recompute=tuple(options.recompute.items()), gathers_again=options.zero == 3)
         parameters = memory_of_parameters(problem.annotated, planned, options.resident_states)
         return StageCheckpointing(step, sharing, builder, parameters)
 

@@ -117,7 +117,7 @@ class DryRun:
         prices = MeshPrices(mesh_from_pin(planned.mesh, step.cluster), step.options.optimizer_states)
         return BuildStorageProgram(step.outputs, prices, step.options.compiler == "inductor", step.written, groups.axis_of,
                                    offload_price(step.options, step.cluster), step.device, *layers_of(step.folded),
-                                   recompute=tuple(step.options.recompute.items()))
+                                   recompute=tuple(step.options.recompute.items()), gathers_again=step.options.zero == 3)
 
 
 def _more_us(tried: PlanResult) -> float:

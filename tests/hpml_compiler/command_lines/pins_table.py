@@ -73,7 +73,6 @@ TABLE = [
     ("chain --cluster 1x2:cpu --fix schedule=bitonic", 2, "zero_bubble"),
     ("outside --cluster 1x2:cpu --fix pp=2 --fix microbatches=2 --fix schedule=1f1b", 0, "graph_0 has no loss"),
     # recomputation, budgets, ZeRO
-    ("tiny --fix recompute=full", 0, "the model has no repeated layers"),
     ("chain --fix recompute=full --memory-budget 1GiB", 2, "give one of the two"),
     ("chain --fix recompute=some", 2, "selective"),
     ("chain --fix 'recompute={\"h.*\": \"full\"}'", 0, "matches none of its blocks: layers.0"),

@@ -30,6 +30,19 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
+class Blocks(nn.Module):
+    """Layers that are compiled one by one: no graph has repeated blocks."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        for layer in self.layers if options else ():
+            layer.compile(backend="hpml", options=options)
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x)).square().mean()
+
+
 class Model(nn.Module):
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
@@ -110,16 +123,31 @@ def test_a_pattern_without_a_block_is_named(caplog):
 
 def on_ranks(_rank: int, options: dict[str, Any]):
     numbers, kept = trained("full", **options)
-    return numbers, sorted(kept.again)
+    return numbers, kept, one_by_one(options)
+
+
+def one_by_one(options: dict[str, Any]):
+    """Gradients of blocks that are compiled by themselves and recompute all but their inputs; without options, in eager mode."""
+    hpml_compiler.reset()
+    torch.manual_seed(0)
+    found = Blocks({"compiler": "eager", "recompute": "full", **options} if options else {}).double()
+    torch.manual_seed(2)
+    found(batch()[0]).backward()
+    kept = hpml_compiler.last_plan().graphs[0].kept if options else None
+    return [full(p.grad) for p in found.parameters()], kept
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("options", [{"mesh": {"dp": 2}, "zero": 3}, {"mesh": {"tp": 2}, "microbatches": 2}])
 def test_ranks_recompute_alike(launch, options):
     expected, _ = trained("none")
-    (ours, again), (_, others) = launch(on_ranks, 2, (options,), timeout_s=50)
+    (ours, kept, (gradients, own)), (_, others, _) = launch(on_ranks, 2, (options,), timeout_s=50)
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
-    assert again == others and again, "both ranks recompute the same calls"
+    torch.testing.assert_close(gradients, one_by_one({})[0], rtol=1e-9, atol=1e-12)
+    assert sorted(kept.again) == sorted(others.again) and kept.again, "both ranks recompute the same calls"
+    assert not any("wait" in name for name in own.saved), "no gathered parameter is saved"
+    inputs = ROWS * LENGTH * WIDTH * 8
+    assert own.saved_bytes < 2 * inputs, "a graph without repeated layers is one block; masks of dropout are saved"
 
 
 def test_values_are_checked():
