@@ -78,8 +78,8 @@ def wanted(options: Options, cluster: Cluster, graph_hash: Callable[[], str]) ->
 
 
 def take_quick_profile(annotated: AnalyzedGraph, cluster: Cluster) -> CachedMeasurements | None:
-    """Measure, or load the quick profile of the last day; None if a device has too little memory left to measure. All ranks must
-    call it, inside or outside of a Dynamo backend, and get the same result."""
+    """Measure, or load the quick profile of the last day; None if a device has too little memory left to measure. All ranks
+    must call it, inside or outside of a Dynamo backend, and get the same result."""
     start, key = time.perf_counter(), quick_profile_cache.profile_key(annotated.hash(), cluster)
     found = from_rank_0(lambda: quick_profile_cache.cached_profile(key))
     before = found is not None
@@ -90,7 +90,7 @@ def take_quick_profile(annotated: AnalyzedGraph, cluster: Cluster) -> CachedMeas
         if found is None:
             if dist.get_rank() == 0:
                 log.info("no quick profile was taken, since a device has only %s left: costs are those of data sheets; "
-                         "`hpml profile` measures them before a run", format_bytes(room))
+                         "`hpml profile` measures them", format_bytes(room))
             return None
         if dist.get_rank() == 0:
             quick_profile_cache.store_profile(key, found)

@@ -1,8 +1,8 @@
 """Pin for each block whether its activations are saved or recomputed, as Megatron-LM's recomputation options do.
 
 A pin is written into the storage program as the script's own activation checkpointing is (`Storage.pinned`), so everything that
-decides about saved activations obeys it. Calls outside of blocks, such as the head and the loss, are pinned by "none" alone; in a
-graph without blocks, such as a layer that is compiled by itself, all calls are one block.
+decides about saved activations obeys it. Calls outside of blocks, such as the head and the loss, are pinned by "none" alone.
+In a graph without blocks, such as a layer that is compiled by itself, all calls are one block.
 """
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Pins = tuple[tuple[str, Recompute], ...]
 
 def pin_recomputation(program: StorageProgram, pins: Pins, of_stage: bool = False, gathers_again: bool = False,
                       ) -> StorageProgram:
-    """The program with its storages pinned. of_stage: it is a stage of a graph that has blocks. gathers_again: backward gathers
-    all of its parameters; else it saves those of blocks that save more than their inputs where that is cheaper. The script's own
+    """The program with its storages pinned. of_stage: it is a stage of a graph with blocks. gathers_again: backward gathers all
+    of its parameters; else it saves those of blocks that save more than their inputs where that is cheaper. The script's own
     checkpoints stay as they are. Results that cannot be recomputed, such as random numbers, are saved in any case."""
     if not pins and not gathers_again:
         return program

@@ -47,5 +47,6 @@ def room_bytes() -> int:
     used = psutil.Process().memory_info()
     limits = {resource.RLIMIT_AS: used.vms, resource.RLIMIT_DATA: getattr(used, "data", used.rss)}
     left = [psutil.virtual_memory().available]
-    left += [limit - taken for kind, taken in limits.items() if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY]
+    found = [(resource.getrlimit(kind)[0], taken) for kind, taken in limits.items()]
+    left += [limit - taken for limit, taken in found if limit != resource.RLIM_INFINITY]
     return max(min(left), 0)

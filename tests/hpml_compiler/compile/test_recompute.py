@@ -127,7 +127,7 @@ def on_ranks(_rank: int, options: dict[str, Any]):
 
 
 def one_by_one(options: dict[str, Any]):
-    """Gradients of blocks that are compiled by themselves and recompute all but their inputs; without options, in eager mode."""
+    """Gradients of blocks that are compiled by themselves and recompute all but their inputs; in eager mode without options."""
     hpml_compiler.reset()
     torch.manual_seed(0)
     found = Blocks({"compiler": "eager", "recompute": "full", **options} if options else {}).double()
