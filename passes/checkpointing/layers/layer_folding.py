@@ -51,17 +51,30 @@ def _stand_ins(program: StorageProgram, blocks: Sequence[str], layers: tuple[int
 
 def _begin(program: StorageProgram, block: str, start: int, stop: int) -> int:
     """Position of a layer's first op in a phase. Ops on parameters alone may come earlier, such as the gather of a weight
-    during the previous layer: they belong to that layer."""
+    during the previous layer: they belong to that layer. Gathers right before the first op are those of the next layer, where
+    there is one, and belong to this one."""
     given = {s for s, storage in enumerate(program.storages) if storage.input_phase == "forward"}
+    moved = {*given}  # and what casts and gathers make of single inputs
     for k in range(start, stop):
         run = program.runs[k]
         if run.block == block:
-            if not run.repeatable or not given.issuperset(run.reads):
-                while k > start and program.runs[k - 1].block == block:
+            if not _reads_only(run, given):
+                while k > start and (program.runs[k - 1].block == block or _gathers(program, program.runs[k - 1], moved)):
                     k -= 1
                 return k
             given.update(run.makes)
+        if _gathers(program, run, moved):
+            moved.update(run.makes)
     raise LayersDiffer(f"{block} computes nothing in a phase")
+
+
+def _reads_only(run: ProgramOp, storages: set[int]) -> bool:
+    return run.repeatable and storages.issuperset(run.reads)
+
+
+def _gathers(program: StorageProgram, run: ProgramOp, moved: set[int]) -> bool:
+    """True for a gather of inputs, or a cast for one."""
+    return _reads_only(run, moved) and (len(run.reads) == 1 or any(program.storages[s].gathered for s in run.makes))
 
 
 def _early(program: StorageProgram, blocks: Sequence[str], place: int) -> Iterator[tuple[int, int | None]]:
@@ -105,7 +118,7 @@ def _of_given(program: StorageProgram, layer: FoldedLayer, storage: int) -> bool
     """True if a layer computes the storage from parameters, or other inputs, alone."""
     found = {s for s, each in enumerate(program.storages) if each.input_phase == "forward"}
     for run in (program.runs[k] for k in layer.runs):
-        if run.repeatable and found.issuperset(run.reads):
+        if _reads_only(run, found):
             found.update(run.makes)
     return storage in found
 

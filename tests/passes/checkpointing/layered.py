@@ -58,9 +58,9 @@ def template(seed: int, inlining: bool = True) -> tuple[list[Call], list[Call]]:
     return forward, backward
 
 
-def layered(seed: int, layers: int, inlining: bool = True, ahead: bool = False) -> StorageProgram:
+def layered(seed: int, layers: int, inlining: bool = True, ahead: bool = False, at_once: bool = False) -> StorageProgram:
     """An input, layers, a loss; then backward of all of that. ahead: in both phases a part of the weight of each layer is
-    gathered while the layer before is at work, after its first call."""
+    gathered while the layer before is at work, after its first call; at_once: in backward before that, outside of a block."""
     forward, backward = template(seed, inlining)
     draw = random.Random(seed)
     m = _Maker([], [], {})
@@ -73,7 +73,7 @@ def layered(seed: int, layers: int, inlining: bool = True, ahead: bool = False) 
 
     def gather(k: int, name: str, backward: bool) -> None:
         if ahead and 0 <= k < layers:
-            m.call(f"{k}.{name}", [f"{k}.weight"], 9, backward, f"l.{k}", us=2.0)
+            m.call(f"{k}.{name}", [f"{k}.weight"], 9, backward, "" if at_once and backward else f"l.{k}", us=2.0)
 
     gather(0, "whole", False)
     for k in range(layers):
@@ -104,8 +104,10 @@ def layered(seed: int, layers: int, inlining: bool = True, ahead: bool = False) 
 
         for number, (name, reads, nbytes, rest) in enumerate(backward):
             more = ["whole again"] if ahead and name == "g" else []
+            if not number and at_once:
+                gather(k - 1, "whole again", True)
             m.call(f"{k}.{name}", map(place, (*reads, *more)), nbytes, **{"backward": True, **rest}, block=f"l.{k}")
-            if not number:
+            if not number and not at_once:
                 gather(k - 1, "whole again", True)
         gradients += [f"{k}.{name}" for name in held]
     m.call("dembedded", ["0.g"], 10, True)

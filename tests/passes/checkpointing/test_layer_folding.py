@@ -127,10 +127,11 @@ def test_as_many_layers_as_fit_keep_more():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_gathered_while_the_layer_before_computes_is_part_of_that(seed):
-    program = fold_layers(layered(seed, 4, False, ahead=True), [BLOCKS], 8)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_is_gathered_while_the_layer_before_computes_is_part_of_that(seed, at_once):
+    program = fold_layers(layered(seed, 4, False, ahead=True, at_once=at_once), [BLOCKS], 8)
     walked = simulate_memory(program, some_kept(program, random.Random(seed)) - program.never_saved)
-    whole = layered(seed, 8, False, ahead=True)
+    whole = layered(seed, 8, False, ahead=True, at_once=at_once)
     first = program.stand_ins[0]
     assert all(program.runs[begin].name != "1.whole" for begin, _ in (first.forward, first.backward))
     numbers = {storage.name: s for s, storage in enumerate(whole.storages)}
