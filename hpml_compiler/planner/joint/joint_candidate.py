@@ -1,6 +1,7 @@
 """One configuration of a step, with its estimated time and memory, and a lower bound of its time."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,11 +35,13 @@ STEEP = 5
 @dataclass(frozen=True)
 class StageCost:
     """A stage mesh as if its ranks ran the full graph on the whole batch and saved everything. us: of the answer, of which
-    parameter_us is communication of parameters and gradients, and compute_us computation, of which layers_us is that of the
+    parameter_us is communication of parameters and gradients, repeated_us the same with gathers in forward and again in
+    backward, and compute_us computation, of which layers_us is that of the
     repeated layers, with the part forward_share in forward; bound_us: no placements on this mesh take less. state_bytes:
     parameters, gradients and optimizer state, sharded over all ranks; saved_bytes: all activations that backward reads;
     largest_bytes: of the largest value; output_bytes: a rank's part of the outputs besides the loss, which a loop collects;
-    parameter_bytes: of all parameters, unsharded."""
+    parameter_bytes: of all parameters, unsharded; accumulate_us: to add one
+    microbatch's gradients of these. placed: False for an estimate from another mesh."""
 
     mesh: dict[str, int]
     us: float
@@ -52,6 +55,9 @@ class StageCost:
     parameter_bytes: float = 0.0
     layers_us: float = 0.0
     forward_share: float = 0.0
+    repeated_us: float = 0.0
+    accumulate_us: float = 0.0
+    placed: bool = True
 
     @property
     def tensor(self) -> int:
@@ -60,10 +66,10 @@ class StageCost:
     def on(self, mesh: dict[str, int]) -> StageCost:
         """The same on the fewer ranks of one of several stages, each of which has more rows."""
         more = rows_over(self.mesh) / rows_over(mesh)
-        return replace(self, mesh=mesh, us=(self.us - self.parameter_us) * more + self.parameter_us, bound_us=0.0,
+        return replace(self, mesh=mesh, placed=False, us=(self.us - self.parameter_us) * more + self.parameter_us, bound_us=0.0,
                        state_bytes=self.state_bytes * more, saved_bytes=self.saved_bytes * more,
-                       largest_bytes=self.largest_bytes * more, compute_us=self.compute_us * more,
-                       layers_us=self.layers_us * more)
+                       largest_bytes=self.largest_bytes * more, output_bytes=self.output_bytes * more,
+                       compute_us=self.compute_us * more, layers_us=self.layers_us * more)
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,12 @@ class LeastWork:
     layers_us: float = 0.0
     forward_share: float = 0.0
     layers: int = 0
+
+    def with_another(self, cost: StageCost, stages: int) -> LeastWork:
+        """The least of these and one more mesh, of a stage of so many."""
+        share = min(self.forward_share, cost.forward_share) if self.us else cost.forward_share
+        return replace(self, us=min(self.us or math.inf, cost.compute_us / stages), forward_share=share,
+                       layers_us=min(self.layers_us if self.us else math.inf, cost.layers_us / stages))
 
 
 @dataclass(frozen=True)
@@ -146,7 +158,7 @@ class JointCandidate:
         return (max(cost.state_bytes, unsharded) / self.stages + flight * kept * cost.saved_bytes / self.stages
                 + LARGEST * cost.largest_bytes / self.microbatches + (cost.output_bytes if self.in_loop else 0.0))
 
-    @property
+    @cached_property
     def may_fit(self) -> bool:
         return self.bytes_with(KEPT_OF_ALL) <= ROOM * self.limit
 
@@ -161,10 +173,21 @@ class JointCandidate:
         most, least = self.bytes_with(1.0, gathered), self.bytes_with(KEPT_OF_ALL, gathered)
         again = min(max((most - ROOM * self.limit) / (most - least), 0.0), 1.0) if most > least else 0.0
         bubble = self.schedule.bubble * (self.stages - 1) / self.microbatches
-        times = 1 if gathered or not self.in_loop else self.microbatches
-        work = (self.cost.us - self.cost.parameter_us) * (1.0 + bubble) * (1.0 + FORWARD * again ** STEEP)
-        moved_us = times * self.cost.parameter_us
-        return max(work * (1.0 + 1e-3 * self.microbatches) + (self.contention - 1.0) * moved_us, moved_us) / self.stages
+        work_us = (self.cost.us - self.cost.parameter_us) * (self._uneven + bubble) * (1.0 + FORWARD * again ** STEEP)
+        work_us += (self.microbatches - 1) * self.cost.accumulate_us if gathered else 0.0
+        moved_us = self.cost.parameter_us if gathered or not self.in_loop else self.microbatches * self.cost.repeated_us
+        return (max(work_us, moved_us) + (self.contention - 1.0) * min(work_us, moved_us)) / self.stages
+
+    @property
+    def _uneven(self) -> float:
+        """Work of the slowest rank over the mean. The last one has what is around the layers, and fewer of these for it."""
+        cost, layers, p = self.cost, self.least.layers, self.stages
+        if p == 1 or not layers or not cost.layers_us:
+            return 1.0
+        ends = max(cost.compute_us - cost.layers_us, 0.0) * layers / cost.layers_us
+        most = math.ceil(layers / p)
+        slowest = min(max(most + more, layers - (most + more) * (p - 1) + ends) for more in range(math.ceil(ends) + 1))
+        return slowest * p / (layers + ends)
 
     def options(self, options: Options) -> Options:
         """The options that pin this configuration."""

@@ -1,17 +1,19 @@
 """Search for a plan that fits, over everything that the options leave open: mesh, stages, microbatches, schedule and
 recomputation.
 
-Placements of the whole batch, with everything saved and no limit on saved bytes, give each mesh a lower bound, and an estimate
-of every configuration on it, and on the stages that its devices may be divided into. Configurations are planned in the order of
-these estimates, like pinned ones; those whose estimate is above the simulated step of the best plan so far are not. The search
-ends when none is left, or with the work limit. Of the plans that fit, the one whose simulated step is fastest is the answer.
+Placements of the whole batch, with everything saved and no limit on saved bytes, give an estimate of every configuration, on
+their mesh and on others with the same tensor axis. Configurations are planned in the order of these estimates, like pinned
+ones; each plan corrects the estimates of configurations like it. Those whose estimate is above the simulated step of the best
+plan so far are not planned. The search ends when none is left, or with the work limit. Of the plans that fit, the one whose
+simulated step is fastest is the answer. In the end, meshes whose bounds are the lowest are placed, too, which raises these.
 """
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
@@ -40,6 +42,11 @@ MOST_UNLIKELY = 3
 """Configurations that are planned although their estimate does not fit."""
 MOST_PLANNED = 4
 """Configurations that are planned after the first one that fits."""
+LATER = 0.05
+"""Part that is added to the estimate of a loop over microbatches, and once more for stages, where these wait for others to be
+planned: they take several times as long to plan."""
+FOR_BOUNDS = 0.5
+"""Multiple of the work limit for placements that only raise the bound."""
 AGAIN, MOST_AGAIN = 2.0, 3
 """Multiple of the work limit for configurations that were refused when their part of it was over, and their number."""
 
@@ -74,8 +81,12 @@ class JointSearch:
     """Configurations that were refused when their part of the work limit was over, with the reason."""
     unplanned: int = 0
     """Number of configurations that the work limit left."""
-    bounds_us: list[float] = field(default_factory=list)
-    """Bounds of all configurations that were considered."""
+    considered: list[JointCandidate] = field(default_factory=list)
+    """All configurations, in the order of their estimates."""
+    refused: dict[tuple[tuple[str, int], ...], float] = field(default_factory=dict)
+    """Least estimated bytes of configurations that were planned and do not fit, by mesh."""
+    ratios: dict[Hashable, float] = field(default_factory=dict)
+    """Simulated step over estimate of the latest plans that are alike: see `_likeness`."""
     below_us: float = math.inf
     """Simulated step of a known plan: only what may be faster is planned."""
 
@@ -90,10 +101,10 @@ class JointSearch:
     def best(self) -> FoundPlan | None:
         return min(self.found, key=lambda each: each.simulated_us, default=None)
 
-    def run(self) -> Plan:
-        """The fastest plan that was found. Raises Infeasible."""
+    def run(self, proves: bool = False) -> Plan:
+        """The fastest plan that was found. proves: raise the bound in the end, which a run does not show. Raises Infeasible."""
         candidates = self.candidates()
-        self.allowance = WorkLimit(self.allowance.seconds)  # its CPU time begins now: placements of meshes have their own limit
+        self.allowance = WorkLimit(self.allowance.seconds)  # its CPU time begins now
         self._plan_all([each for each in candidates if self._is_plain(each)])
         if self.best is None:
             raise self._refused()
@@ -103,6 +114,8 @@ class JointSearch:
         for candidate in others:
             if candidate not in alike:
                 self._skip(candidate, "another mesh or number of microbatches was the fastest with 1F1B")
+        if proves:
+            self._raise_bounds()
         return self._reported(self.best)
 
     def _is_plain(self, candidate: JointCandidate) -> bool:
@@ -110,20 +123,30 @@ class JointSearch:
         return candidate.schedule == self.decisions.schedules(candidate.stages, candidate.microbatches)[0]
 
     def candidates(self) -> list[JointCandidate]:
-        """All configurations, in the order in which they are planned."""
-        found = sorted(self._candidates(), key=lambda each: (not each.may_fit, each.us))
-        self.bounds_us += [each.bound_us for each in found]
+        """All configurations, in the order of their estimates."""
+        found = sorted(self._candidates(), key=self._order)
+        self.considered += found
         return found
 
+    def _order(self, candidate: JointCandidate) -> tuple[bool, float]:
+        return not candidate.may_fit, self._expected_us(candidate) * (1 + LATER * (candidate.in_loop + (candidate.stages > 1)))
+
+    def _expected_us(self, candidate: JointCandidate) -> float:
+        """The estimate, corrected by what a plan on the same mesh took; or, where that was less, a plan on any mesh."""
+        mesh, family = _likeness(candidate)
+        return max(candidate.us * self.ratios.get(mesh, min(self.ratios.get(family, 1.0), 1.0)), candidate.bound_us)
+
     def _plan_all(self, candidates: Iterable[JointCandidate]) -> None:
-        unlikely = later = 0
-        for candidate in candidates:
-            best = self.best
-            if max(candidate.us, candidate.bound_us) >= (self.below_us if best is None else best.simulated_us):
+        unlikely, later, waiting = 0, 0, deque(candidates)
+        while waiting:
+            best, candidate = self.best, waiting.popleft()
+            if self._expected_us(candidate) >= (self.below_us if best is None else best.simulated_us):
                 self._skip(candidate, "its estimate is above the best plan")
             elif best is not None and self.allowance.is_over or self.allowance.left_s < -self.allowance.seconds:
                 self.unplanned += 1
                 self._skip(candidate, "time_limit was over before it was planned")
+            elif candidate.bytes_with(KEPT_OF_ALL) >= self.refused.get(tuple(candidate.mesh.items()), math.inf):
+                self._skip(candidate, "one of fewer bytes on this mesh does not fit")
             elif best is not None and later >= MOST_PLANNED:
                 self._skip(candidate, "others with lower estimates were planned")
             elif not candidate.may_fit and (best is not None or unlikely >= MOST_UNLIKELY):
@@ -131,6 +154,7 @@ class JointSearch:
             else:
                 unlikely, later = unlikely + (not candidate.may_fit), later + (best is not None)
                 self._plan(candidate, self.allowance.part(OF_ONE * self.allowance.seconds))
+                waiting = deque(sorted(waiting, key=self._order))  # what it took corrects the others' estimates
         self._plan_again()
 
     def _plan_again(self) -> None:
@@ -156,7 +180,8 @@ class JointSearch:
             return
         except (BadInput, DepthsDiffer, LayersDiffer) as error:
             self._refuse(candidate, error.what if isinstance(error, BadInput) else
-                         f"a few layers do not represent the model: {error}".removesuffix(": "), part.was_over and not last)
+                         f"a few layers do not represent the model: {error}".removesuffix(": "), part.was_over and not last,
+                         isinstance(error, DepthsDiffer))
             return
         if plan.memory.peak > candidate.limit:
             self._refuse(candidate, f"it takes {format_bytes(plan.memory.peak)}", part.was_over and not last)
@@ -164,8 +189,12 @@ class JointSearch:
         us = simulate(plan).step_us
         log.info("%s on the mesh %s: %s a step, %s", candidate, candidate.mesh, format_us(us), format_bytes(plan.memory.peak))
         self.found.append(FoundPlan(us, plan, candidate))
+        self.ratios.update(dict.fromkeys(_likeness(candidate), us / candidate.us if candidate.us else 1.0))
 
-    def _refuse(self, candidate: JointCandidate, reason: str, cut_short: bool) -> None:
+    def _refuse(self, candidate: JointCandidate, reason: str, cut_short: bool, for_bytes: bool = True) -> None:
+        if for_bytes:
+            key = tuple(candidate.mesh.items())
+            self.refused[key] = min(self.refused.get(key, math.inf), candidate.bytes_with(KEPT_OF_ALL))
         if cut_short:
             self.cut_short.append((candidate, reason))
         else:
@@ -186,6 +215,27 @@ class JointSearch:
         bound = min(candidate.bound_us, first.bound if first.bound is not None else candidate.bound_us)
         self.rejected[known] = first.model_copy(update={"bound": bound})
 
+    def _raise_bounds(self) -> None:
+        """Place the whole batch on meshes of which only an estimate is known, as long as one of them has the lowest bound."""
+        best, limit = self.best, WorkLimit(FOR_BOUNDS * self.allowance.seconds)
+        while best is not None and not limit.is_over and self.considered:
+            lowest = min(self.considered, key=lambda each: each.bound_us)
+            if lowest.cost.placed or lowest.bound_us >= (1.0 - self.traces.options.gap) * best.simulated_us:
+                return
+            cost, mesh = self.of_meshes.exact(lowest.stages, lowest.cost.mesh, limit), lowest.mesh
+            if cost is not None:
+                least = lowest.least.with_another(cost, lowest.stages)
+                self.considered = [replace(each, cost=cost if each.mesh == mesh else each.cost, least=least)
+                                   if each.mesh == mesh or least != each.least else each for each in self.considered]
+            else:  # no configuration on it can be planned
+                self.considered = [each for each in self.considered if each.mesh != mesh]
+        bounds = dict[tuple[tuple[str, int], ...], float]()
+        for each in self.considered:
+            key = tuple(each.mesh.items())
+            bounds[key] = min(bounds.get(key, math.inf), each.bound_us)
+        self.rejected = [each.model_copy(update={"bound": bounds.get(tuple(each.mesh.items()), each.bound)})
+                         for each in self.rejected]
+
     def _candidates(self) -> Iterator[JointCandidate]:
         decisions, limit = self.decisions, memory_limit(self.traces.options, self.cluster)
         costs, contention = self.costs(), CONTENTION[self.cluster.device.kind]
@@ -193,7 +243,7 @@ class JointSearch:
         for stages, cost in costs:
             for count in decisions.microbatch_counts(cost.mesh):
                 if stages == 1 or count >= stages:
-                    for schedule in decisions.schedules(stages, count):
+                    for schedule in decisions.schedules(stages, count, least.layers):
                         yield JointCandidate(stages, cost, count, limit, schedule, least, contention)
 
     def costs(self) -> list[tuple[int, StageCost]]:
@@ -209,7 +259,7 @@ class JointSearch:
             if each is not best:
                 self._reject(each.candidate, "its simulated step is slower", each.simulated_us)
         us, plan, candidate = best.simulated_us, best.plan, best.candidate
-        bound = min([us, *self.bounds_us, *(each.simulated_us for each in self.found)])
+        bound = min([us, *(each.bound_us for each in self.considered), *(each.simulated_us for each in self.found)])
         gap = 1.0 - bound / us if us else 0.0
         optimal = gap <= self.traces.options.gap and not self.allowance.is_over
         solved = {"status": "optimal" if optimal else "feasible", "cost": us, "bound": bound, "gap": gap,
@@ -228,3 +278,10 @@ class JointSearch:
             known, memory_limit(options, self.cluster), self.cluster.world_size, (2 + options.resident_states) * trained,
             len(self.rejected), self.unplanned, min(bounds, default=0.0),
             self.decisions.mixed if self.decisions.microbatches_are_open else ()).error()
+
+
+def _likeness(candidate: JointCandidate) -> tuple[Hashable, Hashable]:
+    """Keys of configurations whose estimates are off by about the same factor: with stages, or only in a loop, or neither; and
+    on the same mesh."""
+    family = candidate.stages > 1, candidate.in_loop
+    return (*candidate.mesh.items(), family), family

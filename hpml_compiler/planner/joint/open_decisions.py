@@ -93,21 +93,27 @@ class OpenDecisions:
             yield stages
 
     def stage_meshes(self, stages: int) -> list[dict[str, int]]:
-        """Axes of a stage, those with the largest tensor axis within a node first."""
+        """Axes of a stage, those with the largest tensor axis within a node first; if there are any, those that split the large
+        parameters evenly."""
         pinned = {name: size for name, size in (self.options.mesh or {}).items() if name != PP_AXIS}
         if self.options.mesh is not None and not self.axes_are_open:
             return [pinned]
         devices = devices_of_stage(self.cluster, stages)
-        found = [self.axes(devices.world_size // tensor, tensor) for tensor in range(devices.devices_per_node, 0, -1)
-                 if devices.world_size % tensor == 0 and self.rows % (devices.world_size // tensor) == 0]
+        tensors = [size for size in range(devices.devices_per_node, 0, -1)
+                   if devices.world_size % size == 0 and self.rows % (devices.world_size // size) == 0]
+        even = tensors if TENSOR_AXIS in pinned else [size for size in tensors if self._divides(size)]
+        found = [self.axes(devices.world_size // size, size) for size in even or tensors]
         return [mesh for mesh in found if all(mesh.get(name, 1) == size for name, size in pinned.items())]
 
     def axes(self, data: int, tensor: int) -> dict[str, int]:
         """Axes that split rows over `data` devices, of which as many as their sizes allow split parameters."""
-        splits = next(size for size in range(data, 0, -1)
-                      if data % size == 0 and all(any(dim % size == 0 for dim in shape) for shape in self.shapes))
+        splits = next(size for size in range(data, 0, -1) if data % size == 0 and self._divides(size))
         named = {REPLICA_AXIS: data // splits, DATA_AXIS: splits} if splits > 1 else {DATA_AXIS: data}
         return {name: size for name, size in (*named.items(), (TENSOR_AXIS, tensor)) if size > 1}
+
+    def _divides(self, devices: int) -> bool:
+        """True if so many devices divide the large parameters."""
+        return all(any(dim % devices == 0 for dim in shape) for shape in self.shapes)
 
     def microbatch_counts(self, mesh: dict[str, int]) -> list[int]:
         """Numbers of microbatches that the rows of a rank divide into."""
@@ -118,8 +124,8 @@ class OpenDecisions:
         own = max(self.rows // rows_over(mesh), 1)
         return [count for count in range(1, own + 1) if own % count == 0]
 
-    def schedules(self, stages: int, microbatches: int) -> list[OpenSchedule]:
-        """Schedules that so many stages and microbatches may follow."""
+    def schedules(self, stages: int, microbatches: int, layers: int = 0) -> list[OpenSchedule]:
+        """Schedules that so many stages and microbatches may follow, where each stage has one of so many layers; 0: unknown."""
         options = self.options
         if stages == 1:
             return [WITHOUT_STAGES]
@@ -131,7 +137,8 @@ class OpenDecisions:
             return [known.get(options.schedule_name, OpenSchedule(options.schedule_name))._replace(virtual_stages=virtual)]
         if not self.at_once:
             return [LOSS_OUTSIDE]
-        return [each for each in OPEN_SCHEDULES if each.name != "interleaved" or microbatches % stages == 0]
+        return [each for each in OPEN_SCHEDULES if (each.name != "interleaved" or microbatches % stages == 0)
+                and (each.virtual_stages == 1 or stages * each.virtual_stages <= (layers or math.inf))]
 
 
 def schedule_needs_stages(options: Options) -> bool:

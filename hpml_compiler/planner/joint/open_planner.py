@@ -30,7 +30,7 @@ def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
         search = joint_search_of(traces, cluster)
         if search is not None and search.decisions.has_meshes:
             log.info("the options pin %s; hpml searches over the rest", described_pins(options))
-            return search.run()
+            return search.run(proves=True)
     options.check_mesh(cluster.world_size)
     try:
         if (short := _too_large(traces, cluster)) is not None:
@@ -41,7 +41,7 @@ def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
         if search is None:
             raise
         log.info("placements alone do not fit: %s; hpml searches over microbatches, recomputation and stages", refusal.what)
-        return search.run()
+        return search.run(proves=True)
 
 
 def joint_search_of(traces: TracedModel, cluster: Cluster, refusal: Infeasible | None = None) -> JointSearch | None:

@@ -22,6 +22,7 @@ from passes.json_records import FrozenMap
 from passes.presets import counting_microbatches
 from passes.simulation.memory.memory_breakdown import MemoryMoment, MemoryReport
 from passes.simulation.memory.storage_program import Microbatches, OtherMicrobatches
+from passes.solver.work_limit import WorkLimit
 
 Pieces = Sequence[tuple[int, int]]
 """Pieces of a stage in order, each with how often it is there."""
@@ -53,7 +54,8 @@ class LaterBytes(NamedTuple):
 @dataclass(frozen=True)
 class PieceProblems:
     """The checkpointing problems of the pieces of one rank. stages: its stages and their pieces. joints: graph of each piece,
-    with its storage program, and the number of its outputs that are forward's. later: of each piece."""
+    with its storage program, and the number of its outputs that are forward's. later: of each piece. allowance: charged with
+    the decisions, each of which may take the options' time limit."""
 
     stages: Mapping[int, Pieces]
     memory: RankMemory
@@ -63,6 +65,7 @@ class PieceProblems:
     later: Callable[[int], LaterBytes]
     name: str
     options: Options
+    allowance: WorkLimit | None = None
 
     def decided(self, sweeps: int, fits: Callable[[Mapping[Run, SavedValues]], bool]) -> dict[Run, SavedValues]:
         """The values that each run saves. sweeps: limit of rounds; fits: whether all stages fit."""
@@ -71,7 +74,8 @@ class PieceProblems:
         chosen = dict[Run, SavedValues]()
         for _ in range(sweeps):
             for run in saved:
-                kept = self.problem(run, saved).solved(self.options, False)
+                within = self.allowance and self.allowance.part(self.options.time_limit)
+                kept = self.problem(run, saved).solved(self.options, False, within)
                 saved[run] = kept.saved_bytes // self.others(run, saved).in_flight
                 chosen[run] = SavedValues(kept.names, kept.offloaded, kept.ahead)
             if fits(chosen):

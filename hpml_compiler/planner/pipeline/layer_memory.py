@@ -121,7 +121,7 @@ class LayerMemory:
         if found.budgeted:
             problems = PieceProblems(
                 {k: self.stages[k] for k in own}, of_rank, share, around, self._joint, self._later,
-                found.sharing.replicated.name, found.options)
+                found.sharing.replicated.name, found.options, found.allowance)
 
             def fits(chosen: Mapping[Run, SavedValues]) -> bool:
                 self.chosen.update(chosen)

@@ -118,11 +118,12 @@ def stage_bytes(step: StagedStep, stage: int, joint: GraphModule) -> StageBytes:
 
 class StageCheckpointing:
     """Decides what the stages of a step save, and counts their memory. builder: the pass that builds the storage program of the
-    full graph on the ranks of one stage. parameters: see `memory_of_parameters`."""
+    full graph on the ranks of one stage. parameters: see `memory_of_parameters`. allowance: charged with the decisions."""
 
     def __init__(self, step: StagedStep, sharing: StepContext, builder: BuildStorageProgram,
-                 parameters: Mapping[str, tuple[float, ...]]):
+                 parameters: Mapping[str, tuple[float, ...]], allowance: WorkLimit | None = None):
         self.step, self.sharing, self.builder, self.parameters = step, sharing, builder, parameters
+        self.allowance = allowance
         self.owners = step.needs.owners(parameters)
         self._stages_of: dict[int, _RankStages] = {}
 
@@ -143,7 +144,7 @@ class StageCheckpointing:
                                    written, groups.axis_of, offload_price(options, cluster), device,
                                    recompute=tuple(options.recompute.items()), gathers_again=options.zero == 3)
         parameters = memory_of_parameters(problem.annotated, planned, options.resident_states)
-        return StageCheckpointing(step, sharing, builder, parameters)
+        return StageCheckpointing(step, sharing, builder, parameters, problem.allowance)
 
     @property
     def options(self) -> Options:

@@ -131,8 +131,21 @@ def test_schedules_that_are_open():
 
     assert of() == ["1f1b", "interleaved", "zero_bubble"] and of(stages=4, microbatches=6) == ["1f1b", "zero_bubble"]
     assert of(at_once=False) == ["gpipe"] and len(of(stages=1)) == 1
+    decisions = OpenDecisions(Options.parse({}), Cluster.parse("2x4:a100-80g"), 8)
+    assert [each.name for each in decisions.schedules(4, 8, layers=6)] == ["1f1b", "zero_bubble"], "each stage has a layer"
     assert of(mesh={"pp": 2}, schedule="zbv", virtual_stages=2) == ["zbv"]
     assert of(schedule="interleaved") == ["interleaved"] and of(schedule="interleaved", microbatches=5) == []
+
+
+def test_layers_that_stages_do_not_divide_take_longer():
+    cost = StageCost({}, 90.0, 0.0, 0.0, 0.0, 0.0, 0.0, compute_us=90.0, layers_us=90.0)
+
+    def us(layers: int) -> float:
+        return JointCandidate(4, cost, 1000, 1.0, least=LeastWork(layers_us=22.5, layers=layers)).us
+
+    assert us(9) / us(8) == pytest.approx(12 / 9, rel=1e-2), "the slowest rank has 3 of 9"
+    head = replace(cost, compute_us=90.0 * 9 / 8)
+    assert JointCandidate(4, head, 1, 1.0, least=LeastWork(layers_us=22.5, layers=8)).us > us(8), "and one of a layer's size"
 
 
 def test_a_pinned_schedule_leaves_the_number_of_stages_open():
@@ -149,6 +162,7 @@ def test_more_microbatches_take_fewer_bytes_and_stages_a_bubble():
     cost = StageCost({"dp": 4}, 100.0, 90.0, 10.0, 1000.0, 20.0, 5.0, 20.0, 60.0, 1.0)
     own = cost.on({"dp": 2})
     assert (own.us, own.saved_bytes, own.compute_us) == (180.0, 2000.0, 120.0), "twice the rows, and the same parameters"
+    assert cost.placed and not own.placed and own.output_bytes == 10.0 and own.bound_us == 0.0
     one, four = JointCandidate(1, cost, 1, 500.0), JointCandidate(1, cost, 4, 500.0)
     assert four.bytes_with(1.0) < one.bytes_with(1.0) and four.us < one.us, "which recomputes more"
     plain, virtual, split = (JointCandidate(2, own, 4, 500.0, each, LeastWork(60.0)) for each in OPEN_SCHEDULES)
