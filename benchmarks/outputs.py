@@ -1,13 +1,16 @@
 """Several ranks: models whose script computes the loss, or that break the graph, against DDP. Step time and peak per rank.
 
-    torchrun --nproc-per-node 2 benchmarks/outputs.py [--rounds 10] [--models language unet zoo:led ...] [--contenders ddp hpml]
+    torchrun --nproc-per-node 2 benchmarks/outputs.py [--rounds 10] [--models language unet zoo:led ...]
+        [--contenders ddp hpml hpml:1 ...] [--share]
 
 Contenders train copies of one model on the same global batch, interleaved, one thread per rank: DDP compiled with inductor,
-hpml, hpml_inside, the same model wrapped to compute its loss, and hpml_whole, which gathers what graphs return. language, unet
-and llama return logits, from which the script computes the loss; the others are Hugging Face's as published, which return it,
-some after a graph break. zoo:NAME is an architecture of tests/zoo, tiny, with eight times its rows. Reports the median step of
-the slowest rank, and the largest peak of allocations in a step over the ranks, above parameters and gradients. recording_us is
-the time of a step in which hpml notes what the script calls on outputs; gathered lists outputs that were gathered, and by what.
+hpml, hpml:N, which computes the loss in N chunks, hpml_inside, the same model wrapped to compute its loss, and hpml_whole,
+which gathers what graphs return. --share gives each rank as many rows as each of two ranks has without it. language, unet and
+llama return logits, from which the script computes the loss; the others are Hugging Face's as published, which return it, some
+after a graph break. zoo:NAME is an architecture of tests/zoo, tiny, with eight times its rows. Reports the median step of the
+slowest rank, and the largest peak of allocations in a step over the ranks, above parameters and gradients; DDP's buckets,
+which it holds all the time, count as allocated in the step. recording_us is the time of a step in which hpml notes what the
+script calls on outputs; gathered lists outputs that were gathered, and by what.
 """
 from __future__ import annotations
 
@@ -150,18 +153,23 @@ class WithLoss(nn.Module):
 class Contender:
     """A compiled model, its optimizer and its batch."""
 
-    def __init__(self, name: str, kind: str) -> None:
+    def __init__(self, name: str, kind: str, share: bool) -> None:
         torch.manual_seed(0)
         (model, self.batch), self.outside = made(name), name in OUTSIDE and kind != "hpml_inside"
         self.held = sum(2 * p.numel() * p.element_size() for p in model.parameters())
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if share:
+            self.batch = {key: torch.cat([x] * world)[:x.size(0) * world // 2] for key, x in self.batch.items()}
         if kind == "ddp":
-            rank, world = dist.get_rank(), dist.get_world_size()
             self.batch = {key: x.chunk(world)[rank] for key, x in self.batch.items()}
-            self.call = torch.compile(nn.parallel.DistributedDataParallel(model))
+            self.call = torch.compile(nn.parallel.DistributedDataParallel(model, find_unused_parameters=":" in name))
+            self.held -= self.held // 2  # its buckets, which it made before the step
         else:
             session.reset()
             model = WithLoss(model) if name in OUTSIDE and kind == "hpml_inside" else model
-            self.call = torch.compile(model, backend="hpml", options={"outputs": "whole"} if kind == "hpml_whole" else {})
+            chunks = kind.partition(":")[2]
+            options = {"outputs": "whole"} if kind == "hpml_whole" else {"loss_chunks": int(chunks)} if chunks else {}
+            self.call = torch.compile(model, backend="hpml", options=options)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step(self) -> Any:
@@ -198,11 +206,11 @@ def recording_us(step: Callable[[], Any]) -> float:
     return 1e6 * spent[0]
 
 
-def compare(name: str, kinds: list[str], rounds: int) -> None:
+def compare(name: str, kinds: list[str], rounds: int, share: bool) -> None:
     found: dict[str, Contender] = {}
     for kind in kinds:
         if kind != "hpml_inside" or name in OUTSIDE:
-            found[kind] = Contender(name, kind)
+            found[kind] = Contender(name, kind, share)
             for _ in range(3):
                 found[kind].step()
     times: dict[str, list[float]] = {kind: [] for kind in found}
@@ -216,7 +224,7 @@ def compare(name: str, kinds: list[str], rounds: int) -> None:
     ratios = {kind: round(median([a / b for a, b in zip(each, times["ddp"], strict=True)]), 3)
               for kind, each in times.items() if "ddp" in times}
     if dist.get_rank() == 0:
-        report({"benchmark": "outputs", "world": dist.get_world_size(), "model": name, "rounds": rounds,
+        report({"benchmark": "outputs", "world": dist.get_world_size(), "model": name, "rounds": rounds, "share": share,
                 "median_step_ms": medians, "ratio_to_ddp": ratios, "peak_above_mib": peaks, "recording_us": round(spent),
                 "gathered": gathered})
 
@@ -227,11 +235,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL",
                         help=f"{', '.join(MODELS)}, or zoo:NAME")
     parser.add_argument("--contenders", nargs="+", default=["ddp", "hpml", "hpml_inside", "hpml_whole"])
+    parser.add_argument("--share", action="store_true", help="as many rows per rank on any number of ranks")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     for name in args.models:
-        compare(name, args.contenders, args.rounds)
+        compare(name, args.contenders, args.rounds, args.share)
     dist.destroy_process_group()
 
 

@@ -2,8 +2,9 @@
 
 A chunk reads the weight twice more and adds to the gradient once more. On a CPU and with 98 MiB of weight, the loss of 1,024
 rows in 2, 4, 8, 16 and 32 chunks takes 1.00, 1.01, 1.04, 1.14 and 1.39 of the processor's time at once: products of few rows no
-longer hide that traffic. So a chunk has a least number of rows. Without a budget, chunks are taken where logits are much of
-what a step holds; under one wherever they free bytes, by the loss alone, so that a plan of fewer layers has a run's chunks.
+longer hide that traffic. So a chunk has a least number of rows. Without a budget, chunks are taken where they cost next to no
+time and logits are much of what a step holds; under one wherever they free bytes, by the loss alone, so that a plan of fewer
+layers has a run's chunks.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false
@@ -16,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.analyses.inductor_fusion import is_inlined
-from passes.graph.fx_nodes import is_collective, memory_of, returned_nodes
+from passes.graph.fx_nodes import memory_of, returned_nodes
 from passes.transforms.loss_chunks.loss_region import LossRegion, Unchunkable, matrices_of
 
 LEAST_FREED_BYTES, LEAST_FREED_ON_GPU = 16 << 20, 1 << 30
@@ -29,31 +30,30 @@ LARGE_CHUNK_BYTES, LARGE_UNDER_BUDGET = 256 << 20, 8 << 20
 """More chunks than usual, which take longer to compile, are taken where a chunk's logits are larger than this and than the
 head's weight, which stays in memory anyway."""
 ROWS_IN_CACHE, ROWS_ON_CPU, ROWS = 64, 128, 1024
-"""Rows of a chunk that hide the traffic of the head's weight and gradient: where these stay in the cache of a CPU, elsewhere on
-a CPU, and on other devices."""
-WITH_COLLECTIVES = 2
-"""Times as many rows, without a budget, in a chunk that waits for other ranks, as with a vocabulary split over them: steps of
-two ranks took 0.98, 1.05, 1.04 and 1.18 of DDP's with 1,024 rows in 1, 2, 4 and 8 chunks, and 82, 55, 47 and 45 MiB."""
+"""Rows of a chunk under a budget, which hide most of the traffic of the head's weight and gradient: where these stay in the
+cache of a CPU, elsewhere on a CPU, and on other devices."""
+ROWS_WITHOUT_BUDGET = 256
+"""As above, on a CPU and without a budget. On two ranks, BERT and T5 with 8,192 words and 512 rows a rank took 0.96 to 0.99 and
+0.99 to 1.03 of the processor's time in 2 chunks, 1.04 to 1.10 and 1.05 to 1.06 in 8. Where chunks wait for other ranks, as with
+a vocabulary split over them, steps took 0.98, 1.05, 1.04 and 1.18 of DDP's with 1,024 rows in 1, 2, 4 and 8 chunks."""
 CACHE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Sizes of the products that make logits. logits, weights: bytes. rows: of the logits. waits: for other ranks."""
+    """Sizes of the products that make logits. logits, weights: bytes. rows: of the logits."""
 
     logits: int
     weights: int
     rows: int
     on_cpu: bool
-    waits: bool = False
 
 
 def chosen_chunks(gm: GraphModule, region: LossRegion, forward_outputs: int, budgeted: bool) -> int:
     """The number of chunks in which the loss of a joint graph is computed. Raises Unchunkable where one is best."""
     values = [node.meta["val"] for node in region.heads]
     sizes = HeadSizes(sum(map(_bytes, region.heads)), sum(_bytes(matrices_of(node)[1]) for node in region.heads),
-                      max(x.numel() // x.shape[-1] for x in values), values[0].device.type == "cpu",
-                      any(is_collective(node.target) for node in region.calls))
+                      max(x.numel() // x.shape[-1] for x in values), values[0].device.type == "cpu")
     return number_of_chunks(sizes, budgeted, lambda: _held_bytes(gm, region, forward_outputs))
 
 
@@ -61,9 +61,8 @@ def number_of_chunks(sizes: HeadSizes, budgeted: bool, held_bytes: Callable[[], 
     """The number of chunks for logits of these sizes. held_bytes: of what forward saves besides. Raises Unchunkable where one
     is best."""
     logits, weights, rows, on_cpu = sizes.logits, sizes.weights, sizes.rows, sizes.on_cpu
-    least_rows = (ROWS_IN_CACHE if weights <= CACHE_BYTES else ROWS_ON_CPU) if on_cpu else ROWS
-    if not budgeted and sizes.waits:
-        least_rows = WITH_COLLECTIVES * max(least_rows, ROWS_ON_CPU)
+    under_budget = ROWS_IN_CACHE if weights <= CACHE_BYTES else ROWS_ON_CPU
+    least_rows = ROWS if not on_cpu else under_budget if budgeted else ROWS_WITHOUT_BUDGET
     large = max(LARGE_UNDER_BUDGET if budgeted else LARGE_CHUNK_BYTES, weights)
     chunks = USUAL_CHUNKS
     while chunks > LEAST_CHUNKS and rows // chunks < least_rows:

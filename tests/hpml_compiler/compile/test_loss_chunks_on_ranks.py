@@ -14,10 +14,11 @@ from tests.helpers import heads
 from tests.helpers.ranks import run_ranks
 
 CASES: list[tuple[dict[str, Any], str]] = [
-    ({"mesh": {"dp": 2}, "loss_chunks": 3}, "shifted and smoothed"),
+    ({"mesh": {"dp": 2}, "loss_chunks": 16}, "shifted and smoothed"),  # of 4 rows of 23 tokens
     ({"mesh": {"dp": 2}, "zero": 3, "loss_chunks": 2}, "tied, shifted, capped"),
     ({"mesh": {"dp": 2}, "microbatches": 2, "loss_chunks": 2}, "bias"),
     ({"mesh": {"dp": 2}, "memory_budget": "1GiB", "loss_chunks": 4}, "two heads"),
+    ({"mesh": {"tp": 2}, "loss_chunks": 12}, "shifted"),
     ({"mesh": {"tp": 2}, "loss_chunks": 8}, "smoothed"),
     ({"mesh": {"tp": 2}, "loss_chunks": 3}, "distilled and labels"),
     ({"mesh": {"pp": 2}, "microbatches": 2, "loss_chunks": 2}, "tied"),
