@@ -7,13 +7,16 @@
 The limit (RLIMIT_DATA: heap and private memory, by size) is a part of the parameters' bytes, 1 / --times, above what the
 process has after two steps of a tiny model, which loads compilers and opens connections. Gradients are applied (SGD) and freed
 in backward, as soon as their block is done: on four ranks they and the parameters would be half of the whole model. For this,
-each block is compiled by itself. Peaks are of resident memory (VmHWM), above the same base.
+each block is compiled by itself. It saves its input alone for backward (recompute "full"), and its output is whole: the first
+step would compile each block anew for sharded ones. Peaks are of resident memory (VmHWM), above the same base. Queries, keys
+and values have a weight each: of a fused one, 4 ranks store rows that do not fit its view in 3 parts, so that each would gather
+it outside of the graph and hold it until backward.
 """
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
-import os
 import resource
 import time
 from collections.abc import Iterator
@@ -30,17 +33,19 @@ from hpml_compiler.runtime.process.world_group import ensure_process_group, from
 
 MIB = 2**20
 ROWS, LENGTH, RATE = 4, 16, 0.05
+MMAP_THRESHOLD = -3
 
 
 class Block(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        read = self.norm1(x)
+        q, k, v = (part(read).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
@@ -103,7 +108,8 @@ class Peaks:
 def compile_parts(model: GPT) -> None:
     ranks = world_size()
     for part in model.parts if ranks > 1 else ():
-        part.compile(backend="hpml", options={"compiler": "eager", "mesh": {"dp": ranks}, "zero": 3})
+        part.compile(backend="hpml", options={"compiler": "eager", "mesh": {"dp": ranks}, "zero": 3, "recompute": "full",
+                                              "outputs": "whole"})
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_apply)
 
@@ -140,11 +146,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", required=True, help="folder of the files")
     parser.add_argument("--make", action="store_true", help="write the files")
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--times", type=float, default=1.5, help="parameters' bytes, as a multiple of the limit; 0: no limit")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--times", type=float, default=3.0, help="parameters' bytes, as a multiple of the limit; 0: no limit")
     chosen = parser.parse_args()
     ensure_process_group()
     torch.manual_seed(0)
@@ -175,5 +181,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 65536)  # glibc's: freed tensors are given back to the system
     main()
