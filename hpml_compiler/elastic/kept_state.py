@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hpml_compiler.checkpoints.read_checkpoint import CheckpointReader
 from hpml_compiler.checkpoints.run_state import RunState
 from hpml_compiler.runtime.install.plain_parameters import is_whole
 from hpml_compiler.runtime.optimizer.replica_averages import ReplicaAverages
+from hpml_compiler.runtime.optimizer.resident_memory import local
 from hpml_compiler.runtime.process.world_group import control_group, this_rank
 from passes import compat
 from passes.session_state import state_of
@@ -78,12 +78,12 @@ class KeptState:
         self._run, self._stepped = run, False
         changing = run.collect_changing()
         with compat.plain_torch_functions(), torch.no_grad():
-            copies = {name: _local(each).clone() for name, each in changing.tensors.items() if is_whole(each)}
+            copies = {name: local(each).clone() for name, each in changing.tensors.items() if is_whole(each)}
             parts = [each for each in changing.tensors.values() if not is_whole(each)]
             live, self.has_numbers = _live_tensors(run)
             self.is_whole = not (parts or state_of(LowRankStates) or state_of(ReplicaAverages)) and all(map(is_whole, live))
-            self._versions = [_local(each)._version for each in live]
-            self.identity = [(_local(each).data_ptr(), each.shape, getattr(each, "_spec", None)) for each in (*live, *parts)]
+            self._versions = [local(each)._version for each in live]
+            self.identity = [(local(each).data_ptr(), each.shape, getattr(each, "_spec", None)) for each in (*live, *parts)]
         self._parts = {name for name in changing.tensors if name not in copies}
         self.step = StepState(done, changing.state, changing.groups, copies, changing.own)
         self._hook = register_optimizer_step_pre_hook(self._steps)
@@ -104,7 +104,7 @@ class KeptState:
             return False
         with compat.plain_torch_functions():
             live, _ = _live_tensors(self._run)
-            return all(map(is_whole, live)) and [_local(each)._version for each in live] == self._versions
+            return all(map(is_whole, live)) and [local(each)._version for each in live] == self._versions
 
     def named(self) -> dict[str, torch.Tensor]:
         """Tensors that are not copied by full name: parameters, the optimizers' tensors, and sharded buffers."""
@@ -150,7 +150,3 @@ def sent_from(source: int, held: HeldState | None) -> HeldState:
         dist.broadcast(tensor, source, group)
         result.tensors[name] = tensor
     return result
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

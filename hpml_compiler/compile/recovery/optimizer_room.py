@@ -15,6 +15,7 @@ from hpml_compiler.optimizer_transient import transient_of
 from hpml_compiler.options import OPTIMIZER_STATES, Options
 from hpml_compiler.runtime.optimizer.optimizer_offload import SteppedInParts, offload_state, watch_steps, why_not_in_parts
 from hpml_compiler.runtime.optimizer.optimizer_step import placed_groups
+from hpml_compiler.runtime.optimizer.resident_memory import local
 from hpml_compiler.runtime.process.compute_device import device_type
 from hpml_compiler.runtime.process.out_of_memory import StepTooLarge, free_memory, memory_failure
 from hpml_compiler.runtime.process.world_group import world_size
@@ -85,13 +86,9 @@ def _needs(optimizer: torch.optim.Optimizer, options: Options) -> tuple[float, f
     """Bytes of new state, and of temporary tensors: of a step at once, and of one in parts."""
     name = optimizer_name(optimizer) or "adamw"
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    sizes = [float(p.numel() * p.element_size()) for p in map(_local, stepped)]
+    sizes = [float(p.numel() * p.element_size()) for p in map(local, stepped)]
     new = sum(size for p, size in zip(stepped, sizes, strict=True) if not optimizer.state.get(p))
     transient = transient_of(options.model_copy(update={"optimizer": name, "offload": "off"}), device_type(),
                              optimizer.param_groups)
     total, largest = sum(sizes), max(sizes, default=0.0)
     return OPTIMIZER_STATES[name] * new, transient.bytes_of(total, largest), transient.bytes_of(largest, largest)
-
-
-def _local(parameter: Any) -> torch.Tensor:
-    return getattr(parameter, "_local_tensor", parameter)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hpml_compiler.runtime.consistency.initial_sync import sync_for_optimizer
 from hpml_compiler.runtime.dtensor.local_dispatch import WITHOUT_PARTIAL, wrap
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor, place_like
+from hpml_compiler.runtime.optimizer.resident_memory import local
 from hpml_compiler.runtime.placements.unsharded_params import invalidate
 from hpml_compiler.runtime.watchdog.rank_status import Location, RankStatus
 from passes import compat
@@ -147,14 +148,14 @@ class _LocalStep:
         with compat.plain_torch_functions():
             for group in optimizer.param_groups:
                 params = group["params"]
-                group["params"] = [_local(parameter) for parameter in params]
-                for parameter, local in zip(params, group["params"], strict=True):
-                    if local is not parameter and parameter.grad is not None:
-                        local.grad = parameter.grad._local_tensor
+                group["params"] = [local(parameter) for parameter in params]
+                for parameter, part in zip(params, group["params"], strict=True):
+                    if part is not parameter and parameter.grad is not None:
+                        part.grad = parameter.grad._local_tensor
                     if parameter in self.state:
-                        if local is not parameter:
+                        if part is not parameter:
                             _place(self.state[parameter], parameter)
-                        state[local] = {key: _local(value) for key, value in self.state[parameter].items()}
+                        state[part] = {key: local(value) for key, value in self.state[parameter].items()}
         optimizer.state = state
 
     def undo(self, optimizer: torch.optim.Optimizer) -> None:
@@ -163,22 +164,18 @@ class _LocalStep:
         with compat.plain_torch_functions():
             for group, params in zip(optimizer.param_groups, self.groups, strict=True):
                 local_params, group["params"] = group["params"], params
-                for parameter, local in zip(params, local_params, strict=True):
-                    if local is not parameter:
-                        local.grad = None
-                    if local in locals_state:
-                        _update(self.state[parameter], locals_state[local], parameter)
+                for parameter, part in zip(params, local_params, strict=True):
+                    if part is not parameter:
+                        part.grad = None
+                    if part in locals_state:
+                        _update(self.state[parameter], locals_state[part], parameter)
 
 
 def _update(state: dict[str, Any], locals_state: dict[str, Any], parameter: Any) -> None:
     for key, value in locals_state.items():
-        if _local(state.get(key)) is value:
+        if local(state.get(key)) is value:
             continue
         is_part = isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.dim() > 0
         if is_part and value.shape == parameter._local_tensor.shape:
             value = wrap(value, PlacedTensor, parameter._spec)
         state[key] = value
-
-
-def _local(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value

@@ -11,8 +11,10 @@ import torch
 from hpml_compiler.runtime.process.compute_device import device_type
 from passes.errors import HpmlError
 
-_ON_CPU = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
+_SAID = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA error: out of memory|"
+                   r"CU(BLAS|DNN|SOLVER|FFT|SPARSE)_(STATUS_)?(ALLOC_FAILED|NOT_ENOUGH_WORKSPACE)")
+"""RuntimeErrors of torch's allocator for the CPU, and of libraries that allocate on a GPU themselves."""
+_ASKED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
 
 
 class StepTooLarge(HpmlError, torch.OutOfMemoryError):
@@ -24,10 +26,12 @@ class OutOfMemoryOnRank(HpmlError, torch.OutOfMemoryError):
 
 
 def memory_failure(error: BaseException) -> str:
-    """A few words of an error of memory; "" for any other error."""
+    """A few words of an error of memory; "" for any other error. A MemoryError is one, whether Python's or NumPy's own or that
+    of a library in C++ (std::bad_alloc): less memory for tensors leaves more to these."""
     if isinstance(error, OutOfMemoryOnRank):
         return error.what
-    if not isinstance(error, torch.OutOfMemoryError) and not (isinstance(error, RuntimeError) and _ON_CPU.search(str(error))):
+    said = isinstance(error, RuntimeError) and _SAID.search(str(error))
+    if not said and not isinstance(error, torch.OutOfMemoryError | MemoryError):
         return ""
     asked = _ASKED.search(str(error))
     return "it ran out of memory" + (f" (it tried to allocate {asked[1]})" if asked else "")

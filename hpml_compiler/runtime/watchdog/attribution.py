@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from hpml_compiler.runtime.process.out_of_memory import memory_failure
+
 
 @dataclass(frozen=True)
 class Heartbeat:
@@ -49,10 +51,10 @@ _OPERATION = re.compile(r"(all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all
 
 
 def is_distributed(error: BaseException) -> bool:
-    """True if an error comes from a failed collective or store."""
+    """True if an error comes from a failed collective or store; not if this rank had no memory for one."""
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and bool(_SYMPTOMS.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_SYMPTOMS.search(str(error))) and not memory_failure(error)
 
 
 def operation_of(error: BaseException) -> str:

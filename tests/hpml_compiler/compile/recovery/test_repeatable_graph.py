@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from hpml_compiler.compile.recovery import optimizer_room
 from hpml_compiler.runtime.process.out_of_memory import StepTooLarge, memory_failure
+from hpml_compiler.runtime.watchdog.attribution import is_distributed
 from hpml_compiler.session import session
 from tests.helpers.frozen import fresh
 from tests.helpers.out_of_memory import failures
@@ -116,4 +117,10 @@ def test_errors_of_memory():
     assert memory_failure(RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you "
                                        "tried to allocate 4096 bytes. Error code 12")) == (
         "it ran out of memory (it tried to allocate 4096 bytes)")
+    assert memory_failure(MemoryError("Unable to allocate 15.3 MiB for an array")) == (
+        "it ran out of memory (it tried to allocate 15.3 MiB)"), "NumPy's"
+    assert all(map(memory_failure, (MemoryError("std::bad_alloc"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"),
+                                    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))))
     assert memory_failure(RuntimeError("shapes cannot be multiplied")) == ""
+    assert not is_distributed(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. "
+                                           "frame #4: c10d::ProcessGroupGloo"))
