@@ -13,7 +13,7 @@ from tests.notebooks.outputs import FOLDER, comparable, execute
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 EXPECTED = ["01_trace_and_annotate", "02_partition_with_an_ilp", "03_compile_and_run", "04_a_cluster_one_does_not_have",
-            "05_the_memory_frontier"]
+            "05_the_memory_frontier", "06_joint_planning"]
 TRACED_OTHERWISE = {"02_partition_with_an_ilp", "04_a_cluster_one_does_not_have"}
 """Up to torch 2.12 the gradient of an embedding consists of other operators: there are as many numbers, but other ones."""
 AGAIN = "run `make notebooks`, look at what changed, and commit it"
