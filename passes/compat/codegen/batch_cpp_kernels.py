@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from passes.compat.codegen.cut_off_libraries import loaded
 from passes.compat.patching.patches import replaced
 from passes.session_state import state_of
 
@@ -130,7 +131,7 @@ class _KernelLibrary:
         from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
 
         # Compiled where another process is at it already, it is waited for: by a thread, so that this one goes on.
-        self.load = Cache.load_async(self.source())
+        self.load = functools.partial(loaded, Cache.load_async(self.source()))
         self.loading = self.submit(self.load) if get_compile_threads() > 1 else None
         for number, kernel in enumerate(self.kernels):
             kernel.call = functools.partial(self.kernel, number)

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.exc import CppCompileError
 
 from passes.compat import deferred_cpp_kernels
 from passes.compat.codegen import batch_cpp_kernels
+from passes.compat.codegen.cut_off_libraries import is_whole
 
 ADDS = """
 #include <cstdint>
@@ -66,6 +68,23 @@ def test_kernels_share_libraries(threads, folder, monkeypatch):
     assert len(libraries) == 2
     assert_right(compiled(sources))
     assert sorted(folder.rglob("*.main.so")) == libraries
+
+
+def test_a_library_that_was_cut_off_is_compiled_again(folder, monkeypatch, caplog):
+    """As where the process that compiled it was killed."""
+    sources = adding(0, "cut off")
+    compiled(sources)
+    (library,) = folder.rglob("*.main.so")
+    copied = folder / "copied" / library.relative_to(folder)
+    copied.parent.mkdir(parents=True)
+    written = library.read_bytes()
+    for part in (written[:-1], written[:4096], b"", bytes(4096)):  # the linker writes the header last
+        copied.write_bytes(part)
+        assert not is_whole(str(copied))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "copied"))
+    CppPythonBindingsCodeCache.cache_clear()
+    assert_right(compiled(sources))
+    assert is_whole(str(copied)) and f"{copied} is compiled again" in caplog.text
 
 
 def test_kernels_that_cannot_share_a_library_have_their_own(folder, monkeypatch):
