@@ -15,6 +15,8 @@ from passes.solver.work_limit import WorkLimit
 
 MOST_SWEEPS = 3
 """Limit of sweeps over the stages of a rank, each decided beside the others as they were decided last."""
+MOST_TIGHTER = 2
+"""Smaller budgets that are tried out where the sweeps end above the budget."""
 MOST_BUDGETS = 8
 """Budgets that are tried out before a refusal names one."""
 
@@ -38,18 +40,33 @@ class RankSweeps:
         return replace(found, share=share)
 
     def decided(self) -> tuple[CheckpointDecision, ...]:
-        """The decisions for the stages, in order, whether they fit or not."""
+        """The decisions for the stages, in order, whether they fit or not. Where they do not, those of a smaller one may."""
+        found = self._counted(self._swept())
+        less = 0
+        for _ in range(MOST_TIGHTER):
+            if all(kept.fits for kept in found):
+                break
+            less += _excess(found)
+            tighter = self._counted(replace(self, more_bytes=self.more_bytes - less)._swept())
+            found = min(found, tighter, key=_excess)
+        return found
+
+    def _swept(self) -> dict[int, CheckpointDecision]:
         saved = equal_shares(self.stages, lambda k: self.problem(k, {}), self.options)
-        decisions, found = dict[int, CheckpointDecision](), dict[int, CheckpointDecision]()
+        decisions = dict[int, CheckpointDecision]()
         for _ in range(MOST_SWEEPS):
             for k in self.stages:
                 problem = self.problem(k, saved)
                 decisions[k] = problem.solved(self.options, False, self.allowance)
                 saved[k] = decisions[k].saved_bytes // self.in_flight[k]
-            found = {k: self.problem(k, saved).recounted(decisions[k]) for k in self.stages}
-            if all(kept.fits for kept in found.values()):
+            if all(kept.fits for kept in self._counted(decisions)):
                 break
-        return tuple(found.values())
+        return decisions
+
+    def _counted(self, decisions: Mapping[int, CheckpointDecision]) -> tuple[CheckpointDecision, ...]:
+        """The decisions, with their memory beside each other."""
+        saved = {k: each.saved_bytes // self.in_flight[k] for k, each in decisions.items()}
+        return tuple(self.problem(k, saved).recounted(decisions[k]) for k in self.stages)
 
     def strictly_decided(self) -> tuple[CheckpointDecision, ...]:
         """The decisions, which fit. Raises Infeasible, with a budget under which they do: since what a stage saves depends on
@@ -57,8 +74,9 @@ class RankSweeps:
         kept = found = self.decided()
         more = attempt = 0
         while not all(each.fits for each in kept) and attempt < MOST_BUDGETS:
-            more += 2 ** attempt * math.ceil(max(each.peak_bytes - each.budget_bytes for each in kept))
-            kept, attempt = replace(self, more_bytes=more).decided(), attempt + 1
+            more += 2 ** attempt * _excess(kept)
+            larger, attempt = replace(self, more_bytes=more), attempt + 1
+            kept = larger._counted(larger._swept())
         if not more:
             return found
         budget = self.problem(self.stages[0], {}).share.budget
@@ -68,3 +86,8 @@ class RankSweeps:
             f"set memory_budget to {budget + more} bytes, or use fewer rows or more devices")
         error.smallest_budget_bytes = budget + more
         raise error
+
+
+def _excess(decisions: Sequence[CheckpointDecision]) -> int:
+    """Bytes by which the highest peak exceeds the budget."""
+    return math.ceil(max(each.peak_bytes - each.budget_bytes for each in decisions))
