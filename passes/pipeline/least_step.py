@@ -38,13 +38,14 @@ def least_step_us(work_us: float, through_us: float, stages: int, microbatches: 
     return low
 
 
-def least_even_interleaved_us(through_us: float, ranks: int, microbatches: int, virtual: int, most_us: float) -> float:
+def least_even_interleaved_us(work_us: float, through_us: float, ranks: int, microbatches: int, virtual: int,
+                              most_us: float) -> float:
     """The same with so many stages on each rank, one after another over the ranks, of which none has more than most_us. The
     last rank waits for the first stages of all others; a mean of the bounds of all ranks is one, too."""
     fewest_us = max(through_us - (ranks * virtual - 1) * most_us, 0.0)
     last_us = max(through_us - (ranks - 1) * virtual * most_us, 0.0)
     waits_us = (ranks - 1) * fewest_us / microbatches
-    return max(last_us + waits_us, through_us / ranks + waits_us / 2)
+    return max(last_us + waits_us, work_us / ranks + waits_us / 2)
 
 
 def least_interleaved_us(work_us: float, through_us: float, ranks: int, microbatches: int, virtual: int) -> float:

@@ -24,8 +24,9 @@ LARGEST = 3.0
 """Values as large as the largest that are in memory at its peak, such as logits, their softmax and their gradient."""
 ROOM = 0.9
 """Part of a device's memory that an estimate may fill."""
-IN_LOOP = 3.0
-"""Copies of unsharded parameters in a loop: themselves, their accumulated gradients, and those of one microbatch."""
+IN_LOOP = 4.0
+"""Rough copies of unsharded parameters in a loop: themselves, their accumulated gradients, those of one microbatch, and what
+these are collected in: the last stages of a trillion parameters in 16 and 32 stages hold about so many."""
 FORWARD = 1 / 3
 """Part of a step that recomputing everything takes again."""
 STEEP = 5
@@ -129,11 +130,11 @@ class JointCandidate:
         ends_us = max(self.cost.compute_us - self.cost.layers_us, 0.0)
         most = most_layers(least.layers, p * schedule.virtual_stages, ends_us, self.cost.layers_us / least.layers)
         layers_us = p * least.layers_us
-        most_us = most * layers_us / least.layers
+        most_us, work_us = most * layers_us / least.layers, max(work_us, p * least.us)
         if schedule.virtual_stages > 1:
-            return least_even_interleaved_us(layers_us, p, count, schedule.virtual_stages, most_us)
+            return least_even_interleaved_us(work_us, layers_us, p, count, schedule.virtual_stages, most_us)
         waited = 1.0 if schedule.bubble >= 1 else least.forward_share
-        return least_step_us(max(work_us, p * least.us), layers_us, p, count, waited, most_us)
+        return least_step_us(work_us, layers_us, p, count, waited, most_us)
 
     def _of_all_cuts_us(self, work_us: float) -> float:
         least, p = self.least, self.stages

@@ -45,6 +45,9 @@ MOST_PLANNED = 4
 LATER = 0.05
 """Part that is added to the estimate of a loop over microbatches, and once more for stages, where these wait for others to be
 planned: they take several times as long to plan."""
+MOST_OFF = 1.15
+"""Ratio of a simulated step to its estimate up to which others of its family are expected to take as much longer. Above it, the
+plan is an exception, such as one that repeats gathers for lack of memory."""
 FOR_BOUNDS = 0.5
 """Multiple of the work limit for placements that only raise the bound."""
 AGAIN, MOST_AGAIN = 2.0, 3
@@ -110,7 +113,12 @@ class JointSearch:
             raise self._refused()
         others, chosen = [each for each in candidates if not self._is_plain(each)], self.best.candidate
         alike = [each for each in others if (each.mesh, each.microbatches) == (chosen.mesh, chosen.microbatches)]
-        self._plan_all(alike)
+        if self.allowance.left_s >= OF_ONE * self.allowance.seconds:
+            self._plan_all(alike)
+        else:
+            self.unplanned += len(alike)
+            for candidate in alike:
+                self._skip(candidate, "time_limit left too little for another schedule")
         for candidate in others:
             if candidate not in alike:
                 self._skip(candidate, "another mesh or number of microbatches was the fastest with 1F1B")
@@ -132,9 +140,9 @@ class JointSearch:
         return not candidate.may_fit, self._expected_us(candidate) * (1 + LATER * (candidate.in_loop + (candidate.stages > 1)))
 
     def _expected_us(self, candidate: JointCandidate) -> float:
-        """The estimate, corrected by what a plan on the same mesh took; or, where that was less, a plan on any mesh."""
+        """The estimate, corrected by what a plan on the same mesh took, or else one of the same family."""
         mesh, family = _likeness(candidate)
-        return max(candidate.us * self.ratios.get(mesh, min(self.ratios.get(family, 1.0), 1.0)), candidate.bound_us)
+        return max(candidate.us * self.ratios.get(mesh, self.ratios.get(family, 1.0)), candidate.bound_us)
 
     def _plan_all(self, candidates: Iterable[JointCandidate]) -> None:
         unlikely, later, waiting = 0, 0, deque(candidates)
@@ -189,7 +197,10 @@ class JointSearch:
         us = simulate(plan).step_us
         log.info("%s on the mesh %s: %s a step, %s", candidate, candidate.mesh, format_us(us), format_bytes(plan.memory.peak))
         self.found.append(FoundPlan(us, plan, candidate))
-        self.ratios.update(dict.fromkeys(_likeness(candidate), us / candidate.us if candidate.us else 1.0))
+        mesh, family = _likeness(candidate)
+        self.ratios[mesh] = ratio = us / candidate.us if candidate.us else 1.0
+        if ratio <= MOST_OFF:
+            self.ratios[family] = min(ratio, self.ratios.get(family, math.inf))
 
     def _refuse(self, candidate: JointCandidate, reason: str, cut_short: bool, for_bytes: bool = True) -> None:
         if for_bytes:

@@ -102,7 +102,7 @@ def test_no_even_cut_of_equal_layers_takes_less(schedule, virtual, data):
         timed.append(TimedStage(share * work, (1 - share) * work, 0.0, 0.0, weight_us=split))
     played = simulate_pipeline(table, timed).step_us
     if virtual > 1:
-        bound = least_even_interleaved_us(count * layers, ranks, count, virtual, count * most)
+        bound = least_even_interleaved_us(count * sum(own), count * layers, ranks, count, virtual, count * most)
     else:
         waited = share if schedule == "zero_bubble" else 1.0
         bound = least_step_us(count * sum(own), count * layers, ranks, count, waited, count * most)
@@ -113,4 +113,4 @@ def test_even_stages_wait_as_long_as_they_are():
     """Without ends, and with as many layers on each stage: the bubble of 1F1B, and half of it with two stages on a rank."""
     assert least_step_us(8.0, 8.0, 4, 8, most_us=2.0) == pytest.approx(2.0 * (1 + 3 / 8))
     assert least_step_us(8.0, 8.0, 4, 8) < 2.0 * (1 + 3 / 8)
-    assert least_even_interleaved_us(8.0, 4, 8, 2, 1.0) == pytest.approx(2.0 * (1 + 3 / 16))
+    assert least_even_interleaved_us(8.0, 8.0, 4, 8, 2, 1.0) == pytest.approx(2.0 * (1 + 3 / 16))
