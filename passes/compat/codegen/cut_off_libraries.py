@@ -1,29 +1,40 @@
-"""Compile a C++ kernel again whose library was cut off.
+"""Compile a C++ kernel again whose library, or whose precompiled header, was cut off.
 
-The compiler writes a library to the place from which it is loaded. A process that is killed meanwhile leaves a part of it,
-which inductor takes for the whole: each later run on the machine that needs this kernel would end with "file too short".
+The compiler writes both to the place from which they are read. A process that is killed meanwhile leaves a part, which inductor
+takes for the whole: each later run on the machine that needs this kernel would end with "file too short", and after a part of
+the header, each that needs any kernel, with "cannot read PCH file".
 """
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import re
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 
 from torch.utils._filelock import FileLock
 
 log = logging.getLogger("hpml")
 _ELF = struct.Struct("<4s36xQ10x3H")
-"""The header of a 64-bit library: its first bytes, where its table of sections begins, and that table's entry size and length.
-Nothing follows the table."""
+"""The ELF header of a 64-bit library: its first bytes, where its table of sections begins, the size of an entry, and their
+number. Nothing follows the table."""
+_UNREADABLE = re.compile(r"\bPCH\b|precompiled header")
 
 
 def loaded(load: Callable[[], ModuleType]) -> ModuleType:
-    """The library that `load` compiles where its file does not exist. Compiled again if that file is only a part of it."""
+    """The library that `load` compiles where its file does not exist. Compiled again if that file is only a part of it, or if
+    the precompiled header cannot be read."""
+    from torch._inductor.exc import CppCompileError  # loads inductor
+
     try:
         return load()
+    except CppCompileError as error:
+        if not _UNREADABLE.search(error.output) or not _without_header(error.cmd):
+            raise
     except ImportError as error:
         if error.path is None or is_whole(error.path):
             raise
@@ -32,8 +43,20 @@ def loaded(load: Callable[[], ModuleType]) -> ModuleType:
     return load()
 
 
+def _without_header(command: Sequence[str]) -> bool:
+    """Remove the precompiled header of a call of the compiler, which then reads the header itself; later processes compile it
+    again. Returns False if there is none."""
+    words = " ".join(command).split()
+    header = next((f"{after}.gch" for word, after in itertools.pairwise(words) if word == "-include"), None)
+    if header is None or not os.path.exists(header):
+        return False
+    log.warning("%s, which the C++ compiler cannot read, is removed: a process leaves a part that is killed meanwhile", header)
+    Path(header).unlink(missing_ok=True)
+    return True
+
+
 def _remove(path: str) -> None:
-    from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
+    from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir  # loads inductor
 
     key = os.path.basename(path).partition(".")[0]
     with FileLock(os.path.join(get_lock_dir(), f"{key}.lock"), timeout=LOCK_TIMEOUT):  # which who compiles it holds, too

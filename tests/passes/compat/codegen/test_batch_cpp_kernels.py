@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import codecache
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.exc import CppCompileError
@@ -85,6 +86,20 @@ def test_a_library_that_was_cut_off_is_compiled_again(folder, monkeypatch, caplo
     CppPythonBindingsCodeCache.cache_clear()
     assert_right(compiled(sources))
     assert is_whole(str(copied)) and f"{copied} is compiled again" in caplog.text
+
+
+def test_a_header_that_was_cut_off_is_not_read(folder, monkeypatch, caplog, request):
+    request.addfinalizer(codecache._precompile_header.cache_clear)
+    monkeypatch.setattr("torch._inductor.codecache._HEADER_DIR", str(folder / "headers"))
+    codecache._precompile_header.cache_clear()
+    compiled(adding(0, "its header is compiled"))
+    (header,) = (folder / "headers").rglob("*.gch")
+    header.write_bytes(header.read_bytes()[:5000])
+    assert_right(compiled(adding(0, "its header is cut off")))
+    assert f"{header}, which the C++ compiler cannot read, is removed" in caplog.text
+    codecache._precompile_header.cache_clear()
+    assert_right(compiled(adding(0, "its header is compiled again")))
+    assert header.exists()
 
 
 def test_kernels_that_cannot_share_a_library_have_their_own(folder, monkeypatch):
