@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -9,9 +10,9 @@ from hpml_compiler.runtime.dtensor.op_dispatch import tensors_in
 from passes import compat
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a placed tensor; a plain tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
+def local(value: Any) -> Any:
+    """This rank's part of a placed tensor; any other value itself."""
+    return getattr(value, "_local_tensor", value)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
