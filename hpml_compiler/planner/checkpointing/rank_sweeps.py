@@ -15,7 +15,7 @@ from passes.solver.work_limit import WorkLimit
 
 MOST_SWEEPS = 3
 """Limit of sweeps over the stages of a rank, each decided beside the others as they were decided last."""
-MOST_TIGHTER = 2
+MOST_TIGHTER = 3
 """Smaller budgets that are tried out where the sweeps end above the budget."""
 MOST_BUDGETS = 8
 """Budgets that are tried out before a refusal names one."""
@@ -42,11 +42,11 @@ class RankSweeps:
     def decided(self) -> tuple[CheckpointDecision, ...]:
         """The decisions for the stages, in order, whether they fit or not. Where they do not, those of a smaller one may."""
         found = self._counted(self._swept())
-        less = 0
-        for _ in range(MOST_TIGHTER):
+        excess = _excess(found)
+        for attempt in range(MOST_TIGHTER):
             if all(kept.fits for kept in found):
                 break
-            less += _excess(found)
+            less = 2 ** attempt * excess
             tighter = self._counted(replace(self, more_bytes=self.more_bytes - less)._swept())
             found = min(found, tighter, key=_excess)
         return found
