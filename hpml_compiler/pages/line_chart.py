@@ -8,6 +8,8 @@ from html import escape
 from hpml_compiler.visualize.drawings.labels import AXIS_COLORS
 
 WIDTH, HEIGHT, LEFT, BELOW, MOST_POINTS = 1100, 170, 110, 18, 600
+LINE = 14
+"""Height of a line of text."""
 Points = Sequence[tuple[float, float]]
 
 
@@ -31,10 +33,15 @@ def line_chart(series: Mapping[str, Points], text: Callable[[float], str], limit
     parts = [f'<rect x="{LEFT}" y="0" width="{WIDTH - LEFT}" height="{HEIGHT}" fill="#f7f7f7"/>',
              _text(0, 12, text(high)), _text(0, HEIGHT, text(low)), _text(LEFT, HEIGHT + 14, f"step {left:.0f}"),
              _text(WIDTH, HEIGHT + 14, f"{right:.0f}", "end")]
+    labels: list[float] = []
     for name, level in near.items():
         _, y = place(left, level)
+        label = y - 3
+        while any(abs(label - other) < LINE for other in labels):  # equal budgets of several runs
+            label += LINE
+        labels.append(label)
         parts += [f'<line x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#b3001b" stroke-dasharray="4 3"/>',
-                  _text(WIDTH, y - 3, f"{name} {text(level)}", "end", "#b3001b")]
+                  _text(WIDTH, label, f"{name} {text(level)}", "end", "#b3001b")]
     x = LEFT
     for number, (name, points) in enumerate(series.items()):
         color = AXIS_COLORS[number % len(AXIS_COLORS)]

@@ -46,6 +46,8 @@ def test_report_of_two_runs(folders, tmp_path):
                  "step 60 took &lt;9&gt; s", "<h2>loss</h2>", "budget of a 2 GiB", "<p>planned, ", "<p>measured, 45.0 us</p>",
                  "a &lt;mm&gt; (forward)"):
         assert said in found, said
+    heights = re.findall(r'y="([0-9.]+)"[^>]*>budget of', found)
+    assert len(set(heights)) == 2, "equal budgets are told beneath each other"
     assert "<c>" not in found and "http://" not in found.replace("http://www.w3.org", "")
     if BROWSER is None:
         return
