@@ -48,7 +48,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     with compat.plain_torch_functions():
         if optimizer in state_of(SteppedInParts):
             return
-        state, at_once, in_parts = _needs(optimizer, state_of(_Room).options)
+        state, at_once, in_parts, offloaded = _needs(optimizer, state_of(_Room).options)
         if fits(state + at_once):
             return
         free_memory()
@@ -59,6 +59,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         offloads = not fits(state + in_parts)
         if not why and offloads and device_type() == "cuda" and world_size() > 1:
             why = "its state has to be offloaded, which several GPUs do not support yet"
+        if not why and offloads and not fits(offloaded):
+            why = f"its largest parameter alone needs {format_bytes(offloaded)}"
         if why:
             raise StepTooLarge(f"the optimizer's step needs {needs} more, which this device does not have, and cannot be made "
                                f"in parts: {why}; nothing was changed", type(optimizer).__name__,
@@ -82,8 +84,9 @@ def fits(nbytes: float) -> bool:
     return True
 
 
-def _needs(optimizer: torch.optim.Optimizer, options: Options) -> tuple[float, float, float]:
-    """Bytes of new state, and of temporary tensors: of a step at once, and of one in parts."""
+def _needs(optimizer: torch.optim.Optimizer, options: Options) -> tuple[float, float, float, float]:
+    """Bytes of new state, and of temporary tensors: of a step at once, and of one in parts; and of a part with its state, which
+    is offloaded after it."""
     name = optimizer_name(optimizer) or "adamw"
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     sizes = [float(p.numel() * p.element_size()) for p in map(local, stepped)]
@@ -91,4 +94,5 @@ def _needs(optimizer: torch.optim.Optimizer, options: Options) -> tuple[float, f
     transient = transient_of(options.model_copy(update={"optimizer": name, "offload": "off"}), device_type(),
                              optimizer.param_groups)
     total, largest = sum(sizes), max(sizes, default=0.0)
-    return OPTIMIZER_STATES[name] * new, transient.bytes_of(total, largest), transient.bytes_of(largest, largest)
+    in_parts, states = transient.bytes_of(largest, largest), OPTIMIZER_STATES[name]
+    return states * new, transient.bytes_of(total, largest), in_parts, in_parts + states * largest

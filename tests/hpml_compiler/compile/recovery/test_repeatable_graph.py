@@ -92,12 +92,16 @@ def test_what_changed_since_forward_is_not_repeated():
 def test_an_optimizer_without_room_steps_in_parts(monkeypatch, caplog, offloads):
     expected, _ = trained({"compiler": "eager"}, foreach=True)
     largest = 4 * WIDTH * WIDTH * 4
-    monkeypatch.setattr(optimizer_room, "fits", lambda nbytes: not offloads and nbytes <= 6 * largest)
+    monkeypatch.setattr(optimizer_room, "fits", lambda nbytes: nbytes <= (4 if offloads else 6) * largest)
     with caplog.at_level(logging.WARNING, "hpml"):
         found, _ = trained(REPLAN, foreach=True)
     assert all(map(torch.equal, found, expected))
     (line,) = (each.message for each in caplog.records if "steps a part" in each.message)
     assert ("offloaded" in line) == offloads
+    if offloads:  # less than a part of the step needs: refused before anything changes
+        monkeypatch.setattr(optimizer_room, "fits", lambda nbytes: nbytes <= 2 * largest)
+        with pytest.raises(StepTooLarge, match=r"largest parameter alone needs 12(\.0)? KiB; nothing was changed"):
+            trained(REPLAN, foreach=True)
 
 
 def on_one_rank(rank, half):
