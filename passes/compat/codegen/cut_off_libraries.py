@@ -36,32 +36,31 @@ def loaded(load: Callable[[], ModuleType]) -> ModuleType:
         if not _UNREADABLE.search(error.output) or not _without_header(error.cmd):
             raise
     except ImportError as error:
-        if error.path is None or is_whole(error.path):
+        if error.path is None:
             raise
-        _remove(error.path)
+        _remove_part(error.path)  # unless another process has compiled it again by now
         sys.modules.pop(error.name or "", None)
     return load()
 
 
 def _without_header(command: Sequence[str]) -> bool:
     """Remove the precompiled header of a call of the compiler, which then reads the header itself; later processes compile it
-    again. Returns False if there is none."""
+    again. Returns False if the call names none."""
     words = " ".join(command).split()
     header = next((f"{after}.gch" for word, after in itertools.pairwise(words) if word == "-include"), None)
-    if header is None or not os.path.exists(header):
-        return False
-    log.warning("%s, which the C++ compiler cannot read, is removed: a process leaves a part that is killed meanwhile", header)
-    Path(header).unlink(missing_ok=True)
-    return True
+    if header is not None:
+        log.warning("%s, which the C++ compiler cannot read, is removed: a process that is killed leaves a part of it", header)
+        Path(header).unlink(missing_ok=True)
+    return header is not None
 
 
-def _remove(path: str) -> None:
+def _remove_part(path: str) -> None:
     from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir  # loads inductor
 
     key = os.path.basename(path).partition(".")[0]
     with FileLock(os.path.join(get_lock_dir(), f"{key}.lock"), timeout=LOCK_TIMEOUT):  # which who compiles it holds, too
         if os.path.exists(path) and not is_whole(path):
-            log.warning("%s is compiled again: it is a part of a library, as a process leaves that is killed meanwhile", path)
+            log.warning("%s is compiled again: it is a part of a library, which a process that is killed leaves", path)
             os.remove(path)
 
 
