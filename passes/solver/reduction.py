@@ -206,13 +206,18 @@ def _simplify(reduced: Reduced, edge: int) -> set[int]:
 
 def _drop_over_budget(reduced: Reduced) -> set[int]:
     budget = reduced.problem.budget_bytes
-    if budget is None:
+    if budget is None or not reduced.held_bytes:
         return set()
-    lightest = [held.min(axis=0) for held in reduced.held_bytes]
-    spare = budget - np.array([math.fsum(held) for held in zip(*lightest)]) + _ROUNDING * budget
+    counts = [len(held) for held in reduced.held_bytes]
+    held = np.concatenate(reduced.held_bytes)
+    lightest = np.minimum.reduceat(held, np.cumsum([0, *counts[:-1]]))
+    spare = budget - np.array([math.fsum(column) for column in lightest.T.tolist()]) + _ROUNDING * budget
+    fits = (held - np.repeat(lightest, counts, axis=0) <= spare).all(axis=1)
+    if fits.all():
+        return set()
     losing: set[int] = set()
-    for entity, held in enumerate(reduced.held_bytes):
-        losing |= _keep(reduced, entity, (held - lightest[entity] <= spare).all(axis=1))
+    for entity, kept in enumerate(np.split(fits, np.cumsum(counts[:-1]))):
+        losing |= _keep(reduced, entity, kept)
     return losing
 
 
