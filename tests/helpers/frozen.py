@@ -7,7 +7,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+import torch
+
 import hpml_compiler
+from passes.op_rules import rule_table
 
 
 def fresh() -> None:
@@ -31,4 +34,7 @@ def freeze() -> None:
     gc.freeze()
 
 
+# What the first compilation would do in each process.
+rule_table.load()
+torch.overrides.get_overridable_functions()
 freeze()

@@ -30,8 +30,14 @@ THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPIL
 # What nearly every rank imports, much of it while it compiles for the first time: imported once, or 2.5 s of each rank.
 IMPORTED = ["torch", "torch.distributed.tensor", "torch.distributed.tensor.experimental._attention", "torch._dynamo.testing",
             "torch._inductor.compile_fx", "torch._inductor.compiler_bisector", "torch._dynamo.backends.inductor",
-            "torch._dynamo.repro.after_dynamo", "torch.export._trace", "sympy.combinatorics", "hpml_compiler.compile.dispatch",
-            "hpml_compiler.backend", "pytest", "tests.helpers.frozen"]
+            "torch._dynamo.backends.distributed", "torch._dynamo.backends.torchxla", "torch._dynamo.backends.tvm",
+            "torch._dynamo.repro.after_dynamo", "torch._functorch._aot_autograd.subclass_codegen", "torch.export._trace",
+            "torch.fx.experimental.validator", "sympy.combinatorics", "pulp", "highspy", "hpml_compiler.backend",
+            "hpml_compiler.compile.dispatch", "hpml_compiler.compile.decide.graph_decisions",
+            "hpml_compiler.compile.decide.stage_agreement", "hpml_compiler.compile.program.program_builder",
+            "hpml_compiler.compile.program.stage_cutter", "hpml_compiler.compile.wrapper.stage_outputs",
+            "hpml_compiler.planner.joint.graph_search", "hpml_compiler.profile.quick_profile", "passes.presets", "pytest",
+            "tests.helpers.frozen"]
 _STARTS = threading.Lock()  # a test may launch from several threads, which share their environment
 
 
