@@ -66,6 +66,9 @@ class _RematerializationRewrite:
                     there = self.there(read_by, node)
                     if there is not read_by:
                         node.replace_input_with(read_by, there)
+        for node in reversed(self.copies):  # as gathers of parameters that backward alone reads
+            if not node.users:
+                self.graph.erase_node(node)
         return True
 
     def there(self, node: fx.Node, before: fx.Node) -> fx.Node:
