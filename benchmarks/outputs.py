@@ -9,7 +9,7 @@ which gathers what graphs return. --share gives each rank as many rows as each o
 llama return logits, from which the script computes the loss; the others are Hugging Face's as published, which return it, some
 after a graph break. zoo:NAME is an architecture of tests/zoo, tiny, with eight times its rows. Reports the median step of the
 slowest rank, and the largest peak of allocations in a step over the ranks, above parameters and gradients; DDP's buckets,
-which it holds all the time, count as allocated in the step. recording_us is the time of a step in which hpml notes what the
+which it holds all the time, are counted. recording_us is the time of a step in which hpml notes what the
 script calls on outputs; gathered lists outputs that were gathered, and by what.
 """
 from __future__ import annotations
@@ -151,19 +151,19 @@ class WithLoss(nn.Module):
 
 
 class Contender:
-    """A compiled model, its optimizer and its batch."""
+    """A compiled model, its optimizer and its batch. buckets: bytes that DDP holds besides parameters and gradients."""
 
     def __init__(self, name: str, kind: str, share: bool) -> None:
         torch.manual_seed(0)
         (model, self.batch), self.outside = made(name), name in OUTSIDE and kind != "hpml_inside"
-        self.held = sum(2 * p.numel() * p.element_size() for p in model.parameters())
+        self.held, self.buckets = sum(2 * p.numel() * p.element_size() for p in model.parameters()), 0
         rank, world = dist.get_rank(), dist.get_world_size()
         if share:
             self.batch = {key: torch.cat([x] * world)[:x.size(0) * world // 2] for key, x in self.batch.items()}
         if kind == "ddp":
             self.batch = {key: x.chunk(world)[rank] for key, x in self.batch.items()}
             self.call = torch.compile(nn.parallel.DistributedDataParallel(model, find_unused_parameters=":" in name))
-            self.held -= self.held // 2  # its buckets, which it made before the step
+            self.buckets = self.held // 2
         else:
             session.reset()
             model = WithLoss(model) if name in OUTSIDE and kind == "hpml_inside" else model
@@ -217,7 +217,7 @@ def compare(name: str, kinds: list[str], rounds: int, share: bool) -> None:
     for k in range(rounds):
         for kind in (list(found) if k % 2 else list(found)[::-1]):
             times[kind] += turn(lambda kind=kind: timed(found[kind].step, time.perf_counter))
-    peaks = {kind: round(slowest(peak_above(each.step, each.held)) / 2**20, 1) for kind, each in found.items()}
+    peaks = {kind: round(slowest(peak_above(each.step, each.held) + each.buckets) / 2**20, 1) for kind, each in found.items()}
     spent = recording_us(found["hpml"].step) if "hpml" in found else 0.0
     gathered = [use.described() for use in state_of(OutputUses).values() if use.gathers]
     medians = {kind: round(1e3 * median(each), 1) for kind, each in times.items()}
