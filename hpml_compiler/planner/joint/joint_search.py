@@ -238,6 +238,8 @@ class JointSearch:
                 least = lowest.least.with_another(cost, lowest.stages)
                 self.considered = [replace(each, cost=cost if each.mesh == mesh else each.cost, least=least)
                                    if each.mesh == mesh or least != each.least else each for each in self.considered]
+            elif limit.was_over:  # why it was not placed; its bound stands
+                break
             else:  # no configuration on it can be planned
                 self.considered = [each for each in self.considered if each.mesh != mesh]
         bounds = dict[tuple[tuple[str, int], ...], float]()
