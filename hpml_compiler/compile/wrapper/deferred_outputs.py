@@ -6,6 +6,9 @@ Where a compiled function takes them, forward computes them from the next call o
 
 On several ranks, the calls that compute them from the hidden states, which stay sharded, are recorded as if the script had made
 them (`hpml_compiler.runtime.outputs.record`). All ranks do the same, so calls are counted there, not seconds.
+
+Where hooks take what autograd saves, as in `torch.utils.checkpoint`, nothing is deferred: a checkpoint counts what each call
+saves.
 """
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def with_deferred_outputs(gm: GraphModule, given: Sequence[Any], compile_: Compi
     """Compile a graph so that its outputs are deferred where that saves memory. whole: compiles it with all outputs, where the
     script reads them."""
     plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in given if isinstance(x, torch.Tensor))
-    if not plain or not torch.is_grad_enabled() or compat.ends_in_a_break(gm):
+    if not plain or not _may_defer(gm):
         return compile_(gm, given)
     split = split_outputs(gm)
     if split is None or not can_be_watched():
@@ -68,13 +71,17 @@ def with_outputs_of_ranks(gm: GraphModule, given: Sequence[Any], compile_: Compi
     what is called on sharded outputs."""
     kinds = {type(x) for x in given if isinstance(x, torch.Tensor)}
     plain = kinds <= {torch.Tensor, torch.nn.Parameter, PlacedTensor}
-    if not plain or not torch.is_grad_enabled() or compat.ends_in_a_break(gm):
+    if not plain or not _may_defer(gm):
         return compile_(gm, given)
     split = split_outputs(gm)
     if split is None:
         return compile_(gm, given)
     name, first = session.current().next_name(), compile_(gm, given)
     return _RecordingGraph(name, split, first, whole, compile_options).call
+
+
+def _may_defer(gm: GraphModule) -> bool:
+    return torch.is_grad_enabled() and not compat.ends_in_a_break(gm) and not compat.saving_is_hooked()
 
 
 class _SplitGraph(abc.ABC):
@@ -158,7 +165,7 @@ class _DeferringGraph(_SplitGraph):
 
     def _computes_all(self) -> bool:
         worth = self.last_deferred == self.last_read > 0 and self.left_s <= 0 and self.calls % CALLS_UNTIL_CHECK > 0
-        return self.compile is not None and (self.stopped or worth)
+        return self.compile is not None and (self.stopped or worth or compat.saving_is_hooked())
 
     def _compile_whole(self, arguments: Sequence[Any]) -> Call:
         assert self.compile is not None
@@ -169,7 +176,7 @@ class _DeferringGraph(_SplitGraph):
 
     def _outputs(self, results: Sequence[Any], own: int, takes: Sequence[Any]) -> Sequence[torch.Tensor]:
         sources = [results[k] for k in self.split.sources]
-        if self.stopped or compat.inside_transform():
+        if self.stopped or compat.inside_transform() or compat.saving_is_hooked():
             self._note_made()
             return self._compute(sources, takes)
         nodes = {x.grad_fn for x in (*results[:own], *sources) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
@@ -218,7 +225,7 @@ class _RecordingGraph(_SplitGraph):
         self._mesh, self.reads = session.current().mesh, 0
 
     def _computes_all(self) -> bool:
-        return self.reads >= READS_ON_RANKS
+        return self.reads >= READS_ON_RANKS or compat.saving_is_hooked()
 
     def _compile_whole(self, arguments: Sequence[Any]) -> Call:
         return self._make_whole(self.split.whole)

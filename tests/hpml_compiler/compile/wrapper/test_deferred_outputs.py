@@ -314,6 +314,18 @@ def in_a_checkpoint(loop):
     return values
 
 
+def of_a_checkpointed_call(loop):
+    loss_of_logits = torch.compile(lambda logits: (logits / 3).tanh().square().mean(), backend="eager")
+    values = []
+    for _ in range(6):
+        for around in (lambda found: loss_of_logits(found.logits), lambda found: found.loss + found.logits.square().mean()):
+            values.append(checkpoint(lambda x, around=around: around(loop.call(x, Y)), X, use_reentrant=False))
+            values[-1].backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    return values
+
+
 def in_an_autograd_function(loop):
     found = loop.forward()
     total = Doubled.apply(found.logits).sin().sum()
@@ -381,6 +393,12 @@ def test_with_options_that_decide_what_is_saved(scene, options, monkeypatch):
 
     assert deferred[:1] == [True]
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_a_checkpointed_call_saves_the_same_when_it_is_made_again():
+    expected, actual = (seen(of_a_checkpointed_call, "two", wrap) for wrap in (lambda model: model, compiled))
+
+    assert_same(actual, expected, of_a_checkpointed_call)
 
 
 def test_a_budget_that_logits_alone_would_exceed_is_met(monkeypatch):

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from hpml_compiler.compile.wrapper import deferred_outputs
@@ -123,9 +125,21 @@ def in_autograd_functions_and_checkpoints(call, optimizer):
     return [total.detach()]
 
 
+def under_hooks_of_saved_tensors(call, optimizer):
+    def read(x, y):
+        loss, logits = call(x, y)
+        return loss + logits.argmax(-1).double().mean(), logits
+
+    found = []
+    for around in (call, read, lambda x, y: (call(x, y)[0], call(x, y)[1].square().mean())):
+        found += [step(functools.partial(checkpoint, around, use_reentrant=False), optimizer)[0] for _ in range(2)]
+    with save_on_cpu():
+        return [*found, step(call, optimizer, lambda loss, logits: logits.max())[0]]
+
+
 SCENES = (unread, read_at_once, read_after_the_step, read_after_the_next_call, copied_and_pickled, gradient_through_the_logits,
           other_sizes, read_in_many_steps, changed_in_place,
-          gradient_after_the_step, in_autograd_functions_and_checkpoints)
+          gradient_after_the_step, in_autograd_functions_and_checkpoints, under_hooks_of_saved_tensors)
 REPORTED = {unread: (0,), read_at_once: (STEPS, "argmax at test_outputs_of_ranks.py")}
 """Scenes in which a report is checked: calls in which the logits were made, and the functions of the script that read them."""
 
@@ -156,7 +170,8 @@ def run(rank, options, tied, scenes):
 @pytest.mark.parametrize(("options", "tied", "scenes"), [
     ({"mesh": {"dp": 2}}, True, SCENES[::2]), ({"mesh": {"tp": 2}}, False, SCENES[1::2]),
     ({"mesh": {"dp": 2}, "memory_budget": "1GiB"}, True, (gradient_through_the_logits, read_in_many_steps)),
-    ({"mesh": {"dp": 2}, "microbatches": 2}, True, (unread, read_at_once))], ids=["dp", "tp", "budget", "microbatches"])
+    ({"mesh": {"dp": 2}, "microbatches": 2}, True, (unread, read_at_once, under_hooks_of_saved_tensors))],
+    ids=["dp", "tp", "budget", "microbatches"])
 def test_logits_are_as_on_one_device(launch, options, tied, scenes):
     launch(run, world_size=2, args=(options, tied, scenes), timeout_s=300)
 
