@@ -51,9 +51,26 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     if options.compiler == "inductor" and not torch.cuda.is_available():
         compat.warm_cpp_compiler()
     options = options.with_plan(world)
+    compile_ = lambda: _whole_in_checkpoints(_compiled(gm, example_inputs, options, defers, world))  # noqa: E731
     if (monitor := open_monitor()) is not None:
-        return monitor.counted(gm, example_inputs, options, lambda: _compiled(gm, example_inputs, options, defers, world))
-    return _compiled(gm, example_inputs, options, defers, world)
+        return monitor.counted(gm, example_inputs, options, compile_)
+    return compile_()
+
+
+def _whole_in_checkpoints(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, to the end also where a checkpoint makes it again: AOTAutograd writes to buffers, as eager modules do on the
+    way, after it has saved all that the checkpoint waits for."""
+    if not torch.is_grad_enabled():
+        return call
+
+    @compat.untraced
+    def to_the_end(*args: Any) -> Any:
+        if not compat.saving_is_hooked() or compat.inside_transform():
+            return call(*args)
+        with compat.early_stop_postponed():
+            return call(*args)
+
+    return to_the_end
 
 
 def _compiled(gm: GraphModule, example_inputs: Sequence[Any], options: Options, defers: bool, world: int) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import _foreach_supported_types as of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
+from torch.utils.checkpoint import _StopRecomputationError
 
 from passes.compat.patching.patches import replace_for_good
 
@@ -144,6 +145,29 @@ def saving_without_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def early_stop_postponed() -> Iterator[None]:
+    """Context to whose end a `torch.utils.checkpoint` that recomputes runs all, though it stops once it has what it saves."""
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    pack, unpack = autograd._top_saved_tensors_default_hooks(True)
+    stops: list[Exception] = []
+
+    def pack_all(tensor: torch.Tensor) -> Any:
+        try:
+            return tensor if stops else pack(tensor)
+        except _StopRecomputationError as stop:
+            stops.append(stop)
+            return tensor
+
+    autograd._push_saved_tensors_default_hooks(pack_all, unpack)
+    try:
+        yield
+    finally:
+        autograd._pop_saved_tensors_default_hooks()
+    if stops:
+        raise stops.pop()
 
 
 def after_backward(callback: Callable[[], None]) -> None:

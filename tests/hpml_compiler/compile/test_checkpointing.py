@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.hpml_compiler.compile.test_budget import Deep, equal, trained
@@ -51,6 +52,25 @@ def test_what_a_policy_keeps_is_kept_under_a_budget():
     expected, least = trained(PLENTY, 0.2, Checkpointed)
     assert equal(numbers, expected)
     assert peak > 1.2 * least, "two products of each block are there until backward"
+
+
+@pytest.mark.parametrize("options", [EAGER, PLENTY, {**EAGER, "recompute": "full", "on_oom": "replan"}],
+                         ids=["plain", "budget", "recompute"])
+@pytest.mark.parametrize("more", [False, True], ids=["the_call", "more"])
+def test_a_checkpoint_around_the_model_updates_statistics_twice_a_step_as_in_eager_mode(options, more):
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4), nn.BatchNorm1d(4)).double()
+        call = torch.compile(model, backend="hpml", options=options) if compiled else model
+        around = (lambda x, call=call: call(x).sin()) if more else call
+        for step in range(2):
+            x = torch.arange(64.0).double().view(8, 8).cos() + step
+            checkpoint(around, x, use_reentrant=False).square().sum().backward()
+        found.append([p.grad for p in model.parameters()] + [x.double() for x in model.buffers()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+    assert found[1][-1] == 4, "updates of two steps"
 
 
 def on_two(rank: int, options: dict[str, Any]) -> list[tuple[list[torch.Tensor], int]]:

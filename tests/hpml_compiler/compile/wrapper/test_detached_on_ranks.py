@@ -102,7 +102,7 @@ SCENES: tuple[Callable[[Any, Run], list[Any] | None], ...] = (
     lambda _, run: [scaled(*run(X, Y))], lambda _, run: [hooked(*run(X, Y))])
 """A gradient arrives at a second output in call 5, alternately, and in other ways."""
 CASES: tuple[tuple[dict[str, Any], bool, tuple[Callable[[Any, Run], list[Any] | None], ...]], ...] = (
-    ({"mesh": {"dp": 2}}, True, SCENES[:3]), ({"mesh": {"tp": 2}}, False, SCENES[1:5]),
+    ({"mesh": {"dp": 2}}, True, SCENES[:4]), ({"mesh": {"tp": 2}}, False, SCENES[1:5]),
     ({"mesh": {"dp": 2}, "zero": 3}, False, SCENES[::-1]), ({"mesh": {"pp": 2}, "microbatches": 2}, False, SCENES[:3]),
     ({"mesh": {"dp": 2}, "microbatches": 2}, False, SCENES[1:5:2]))
 """Options, whether the model has a BatchNorm, and scenes."""
