@@ -8,6 +8,7 @@ import resource
 import psutil
 import torch
 
+from hpml_compiler.runtime.process import container_memory
 from hpml_compiler.runtime.process.compute_device import device_type
 from passes.errors import HpmlError
 
@@ -45,7 +46,8 @@ def free_memory() -> None:
 
 
 def room_bytes() -> int:
-    """Bytes that this process can still allocate on its device: of a CPU, what the system and the process's limits leave."""
+    """Bytes that this process can still allocate on its device: of a CPU, what the system, its container and its own limits
+    leave."""
     if device_type() == "cuda":
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     used = psutil.Process().memory_info()
@@ -53,4 +55,6 @@ def room_bytes() -> int:
     left = [psutil.virtual_memory().available]
     found = [(resource.getrlimit(kind)[0], taken) for kind, taken in limits.items()]
     left += [limit - taken for limit, taken in found if limit != resource.RLIM_INFINITY]
+    if (in_container := container_memory.bytes_left()) is not None:
+        left.append(in_container)
     return max(min(left), 0)

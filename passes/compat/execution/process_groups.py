@@ -15,12 +15,17 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils import _pytree as pytree
 
 from passes.compat.patching.patches import STORES, replace_for_good
+from passes.errors import BadInput
 from passes.session_state import state_of
 
 
 def group_timeout(group: Any) -> timedelta:
-    """Timeout of the collectives of a process group."""
+    """Timeout of the collectives of a process group. Raises BadInput for one of torch's "fake" groups, which have none."""
     backend = next(iter({group._get_backend(device) for device in group._device_types}))
+    if backend.options is None:
+        raise BadInput(f"a {dist.get_backend(group)!r} process group sends nothing, so its ranks cannot agree on a plan",
+                       where="torch.distributed's process group",
+                       next_step="run on gloo or nccl; to plan for devices that are not there: `hpml plan --cluster`")
     return backend.options._timeout
 
 

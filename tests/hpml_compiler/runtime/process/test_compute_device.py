@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpml_compiler.runtime.process import compute_device, world_group
 from hpml_compiler.runtime.process.compute_device import RankDevice, agreed
@@ -130,3 +131,12 @@ def test_without_ranks_the_kind_is_that_of_the_machine(monkeypatch):
     assert compute_device.device_type() == ("cuda" if torch.cuda.is_available() else "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert compute_device.device_type() == "cuda" and "RANK" not in os.environ
+
+
+def test_a_group_that_sends_nothing_is_refused():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        with pytest.raises(BadInput, match=r"a 'fake' process group sends nothing[\s\S]*hpml plan"):
+            world_group.from_all_ranks(0)
+    finally:
+        dist.destroy_process_group()
