@@ -8,44 +8,39 @@ forward counts.
 With several stages on a rank, the same holds for the work of its stages from any one of them on. A weighted mean of these
 bounds is one, too, and the least part of it that a unit of work has, wherever it is, bounds all cuts.
 
-Where stages are cut evenly, none has more than a known part of the layers, so that others cannot have much less: ranks wait
-longer than in the best cut of all.
+Where equal layers are cut evenly (`passes.solver.balanced_partition`), each stage takes at least as long as the rounded-down
+share of the layers, whatever is around them: a stage with less would take a layer from one that is slower by more than a layer.
+So ranks wait longer than in the best cut of all.
 """
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 
 STEPS = 60
 """Bisections: as many as a double has digits."""
 
 
-def most_layers(layers: int, stages: int, ends_us: float, layer_us: float) -> int:
-    """No stage has more of the equal layers if the slowest stage is as fast as it can be. ends_us: of what is around them: at
-    worst, all of it is in one stage."""
-    return math.ceil(layers / stages) + math.floor(ends_us / layer_us)
-
-
-def least_step_us(work_us: float, through_us: float, stages: int, microbatches: int, waited: float = 1.0,
-                  most_us: float = math.inf) -> float:
+def least_step_us(work_us: float, through_us: float, stages: int, microbatches: int, waited: float = 1.0) -> float:
     """No cut into so many stages, one on each rank, takes less. work_us: of all stages for all microbatches. through_us: the
-    part of it that may be cut anywhere, and that a microbatch goes through in order, of which no stage has more than most_us;
-    waited: the share of that part for which later ranks wait."""
+    part of it that may be cut anywhere, and that a microbatch goes through in order; waited: the share of that part for which
+    later ranks wait."""
     low, high = work_us / stages, work_us + through_us
     for _ in range(STEPS):
         middle = 0.5 * (low + high)
-        fits = _allows(middle, work_us, through_us, stages, waited / microbatches, most_us)
+        fits = _allows(middle, work_us, through_us, stages, waited / microbatches)
         low, high = (low, middle) if fits else (middle, high)
     return low
 
 
-def least_even_interleaved_us(work_us: float, through_us: float, ranks: int, microbatches: int, virtual: int,
-                              most_us: float) -> float:
-    """The same with so many stages on each rank, one after another over the ranks, of which none has more than most_us. The
-    last rank waits for the first stages of all others; a mean of the bounds of all ranks is one, too."""
-    fewest_us = max(through_us - (ranks * virtual - 1) * most_us, 0.0)
-    last_us = max(through_us - (ranks - 1) * virtual * most_us, 0.0)
-    waits_us = (ranks - 1) * fewest_us / microbatches
-    return max(last_us + waits_us, work_us / ranks + waits_us / 2)
+def least_even_us(work_us: float, stages_us: Sequence[float], waits_us: Sequence[float], ranks: int, microbatches: int,
+                  ) -> float:
+    """No step takes less whose stages, one after another over the ranks, take at least stages_us for all microbatches, and
+    work_us together. waits_us: the part of these for which later ranks wait, which is their idle time at the first of them."""
+    idle_us = list(accumulate((us / microbatches for us in waits_us[: ranks - 1]), initial=0.0))
+    slowest_us = max(idle + sum(stages_us[rank::ranks]) for rank, idle in enumerate(idle_us))
+    return max(slowest_us, (work_us + sum(idle_us)) / ranks)
 
 
 def least_interleaved_us(work_us: float, through_us: float, ranks: int, microbatches: int, virtual: int) -> float:
@@ -81,7 +76,7 @@ def least_of_layers_us(layers_us: float, layers: int, ranks: int) -> float:
     return layers_us * math.ceil(layers / ranks) / layers if layers else 0.0
 
 
-def _allows(us: float, work_us: float, through_us: float, stages: int, head: float, most_us: float) -> bool:
+def _allows(us: float, work_us: float, through_us: float, stages: int, head: float) -> bool:
     """True if some cut may be so fast. head: share of the work before a rank that is its idle time. Later stages take as much
     as they may, which leaves the least idle time to all."""
     before_us, room_us = through_us, 0.0
@@ -89,6 +84,6 @@ def _allows(us: float, work_us: float, through_us: float, stages: int, head: flo
         free_us = us - head * before_us
         if free_us < 0.0:
             return False
-        before_us -= min(before_us, most_us, math.inf if head >= 1.0 else free_us / (1.0 - head))
+        before_us -= min(before_us, math.inf if head >= 1.0 else free_us / (1.0 - head))
         room_us += us - head * before_us
     return before_us <= 1e-9 * through_us and room_us >= work_us

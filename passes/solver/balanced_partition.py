@@ -16,7 +16,7 @@ def equal_cut(times: Sequence[float], crossing: Sequence[float], stages: int, ra
     The slowest stage takes the least possible time or up to `SLACK` more, and of all such cuts the least bytes cross. Of these,
     the slowest stage is as fast as it can be, and then all are as even as they can be: since others wait for
     the first ones, it matters how many are slow. ranks: of the stages; where a rank has several, units move from the rank with
-    most work to others.
+    most work to others; none has less than the least one before.
     crossing: for each unit but the last, the bytes that cross after it. Every stage has a positive time; None if that is
     impossible.
     """
@@ -43,8 +43,9 @@ def equal_cut(times: Sequence[float], crossing: Sequence[float], stages: int, ra
     assert even is not None, "the cheapest cut is one of these"
     if len(set(ranks)) in (0, stages):
         return even[1]
+    least = min(took(start, stop) for start, stop in zip([0, *even[1]], even[1])) * (1 - 1e-9)
     return _over_ranks(even[1], ranks, took, lambda ends: (
-        all(0 < took(start, stop) <= most * (1 + 1e-9) for start, stop in zip([0, *ends], ends))
+        all(least <= took(start, stop) <= most * (1 + 1e-9) for start, stop in zip([0, *ends], ends))
         and sum(crossing[stop - 1] for stop in ends[:-1]) <= even[0][0]))
 
 

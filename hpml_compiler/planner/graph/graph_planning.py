@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from passes.json_records import FrozenMap
 from passes.presets import deciding
 from passes.replicas.replica_gradients import check_replicas
 from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
+from passes.sharding.search.mesh_placement import MeshPlacement
 from passes.sharding.search.mesh_search import SearchConfig, SearchTables
 from passes.sharding.search.placement_passes import SEARCH_RESULT
 from passes.sharding.strategies.zero_levels import ZeroRules
@@ -55,6 +56,7 @@ def plan_graph(
     as_in: SavedDecisions | None = None,
     quick: CachedMeasurements | None = None, lifetimes: MemoryModel = STEP_PEAK, budget_bytes: float | None = None,
     allowance: WorkLimit | None = None, memos: SearchTables | None = None,
+    inspect: Callable[[MeshPlacement, SolverOptions], None] | None = None,
 ) -> PlanResult:
     """Try every candidate mesh and keep the cheapest answer.
 
@@ -62,8 +64,8 @@ def plan_graph(
     same structure (`hpml_compiler.planner.graph.same_structure`), whose decisions are reused where they fit; `as_in`: a plan of
     the graph itself, whose decisions are reused, and raise an error where they do not fit. `quick`: quick profile to scale
     costs with, where there is no other profile. `lifetimes`: when bytes are counted; `budget_bytes`, `allowance`: replace the
-    options' budget and time limit; `memos`: tables of earlier calls that differ in these three alone. Raises Infeasible if no
-    mesh meets the budget, with the smallest budget that any meets.
+    options' budget and time limit; `memos`: tables of earlier calls that differ in these three alone; `inspect`: sees the
+    answer with its problem. Raises Infeasible if no mesh meets the budget, with the smallest budget that any meets.
     """
     capped = capped_cluster(cluster, options.power_cap)
     if budget_bytes is None:
@@ -80,6 +82,8 @@ def plan_graph(
 
     def planned(mesh: Mapping[str, int] | None, pins: Pins | None) -> PlanResult:
         deciding(conditions, mesh, pins)(annotated.gm)
+        if inspect is not None:
+            inspect(read(SEARCH_RESULT, annotated.gm).placed, conditions.solver)
         return _result(annotated, conditions, name)
 
     if as_in is not None:

@@ -7,14 +7,13 @@ from functools import cached_property
 from typing import Any
 
 from hpml_compiler.options import Options
-from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, WITHOUT_STAGES, OpenSchedule, rows_over
+from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, WITHOUT_STAGES, OpenSchedule, rows_over, splits_of
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS
 from passes.pipeline.least_step import (
-    least_even_interleaved_us,
+    least_even_us,
     least_interleaved_us,
     least_of_layers_us,
     least_step_us,
-    most_layers,
 )
 from passes.simulation.event_simulator import least_overlapped_us
 
@@ -24,9 +23,9 @@ LARGEST = 3.0
 """Values as large as the largest that are in memory at its peak, such as logits, their softmax and their gradient."""
 ROOM = 0.9
 """Part of a device's memory that an estimate may fill."""
-IN_LOOP = 4.0
-"""Rough copies of unsharded parameters in a loop: themselves, their accumulated gradients, those of one microbatch, and what
-these are collected in: the last stages of a trillion parameters in 16 and 32 stages hold about so many."""
+IN_LOOP = 3.0
+"""Copies of unsharded parameters in a loop besides the sharded state: themselves, their accumulated gradients, and those of one
+microbatch."""
 FORWARD = 1 / 3
 """Part of a step that recomputing everything takes again."""
 STEEP = 5
@@ -34,15 +33,27 @@ STEEP = 5
 
 
 @dataclass(frozen=True)
+class LeastOverlapped:
+    """Bounds of a rank's work over all placements on a stage mesh whose ranks run the full graph on the whole batch, where
+    communication that computation can hide only slows it down; 0: unknown. us: with all communication of parameters after the
+    last microbatch, where there are stages. inside_us: without that, and without the optimizer. layer_us: of one repeated
+    layer, likewise."""
+
+    us: float = 0.0
+    inside_us: float = 0.0
+    layer_us: float = 0.0
+
+
+@dataclass(frozen=True)
 class StageCost:
     """A stage mesh as if its ranks ran the full graph on the whole batch and saved everything. us: of the answer, of which
     parameter_us is communication of parameters and gradients, repeated_us the same with gathers in forward and again in
-    backward, and compute_us computation, of which layers_us is that of the
-    repeated layers, with the part forward_share in forward; bound_us: no placements on this mesh take less. state_bytes:
-    parameters, gradients and optimizer state, sharded over all ranks; saved_bytes: all activations that backward reads;
-    largest_bytes: of the largest value; output_bytes: a rank's part of the outputs besides the loss, which a loop collects;
-    parameter_bytes: of all parameters, unsharded; accumulate_us: to add one
-    microbatch's gradients of these. placed: False for an estimate from another mesh."""
+    backward, and compute_us computation, of which layers_us is that of the repeated layers, with the part forward_share in
+    forward; bound_us: no placements on this mesh take less. state_bytes: parameters, gradients and optimizer state, sharded
+    over all ranks but replicas; saved_bytes: all activations that backward reads; largest_bytes: of the largest value;
+    output_bytes: a rank's part of the outputs besides the loss, which a loop collects; parameter_bytes: of all parameters,
+    unsharded; accumulate_us: to add one microbatch's gradients of these. placed: False for an estimate from another mesh.
+    overlapped: of placements on this mesh."""
 
     mesh: dict[str, int]
     us: float
@@ -59,6 +70,7 @@ class StageCost:
     repeated_us: float = 0.0
     accumulate_us: float = 0.0
     placed: bool = True
+    overlapped: LeastOverlapped = LeastOverlapped()
 
     @property
     def tensor(self) -> int:
@@ -67,10 +79,12 @@ class StageCost:
     def on(self, mesh: dict[str, int]) -> StageCost:
         """The same on the fewer ranks of one of several stages, each of which has more rows."""
         more = rows_over(self.mesh) / rows_over(mesh)
-        return replace(self, mesh=mesh, placed=False, us=(self.us - self.parameter_us) * more + self.parameter_us, bound_us=0.0,
-                       state_bytes=self.state_bytes * more, saved_bytes=self.saved_bytes * more,
-                       largest_bytes=self.largest_bytes * more, output_bytes=self.output_bytes * more,
-                       compute_us=self.compute_us * more, layers_us=self.layers_us * more)
+        return replace(self, mesh=mesh, placed=False, overlapped=LeastOverlapped(), bound_us=0.0,
+                       us=(self.us - self.parameter_us) * more + self.parameter_us,
+                       state_bytes=self.state_bytes * splits_of(self.mesh) / splits_of(mesh),
+                       saved_bytes=self.saved_bytes * more, largest_bytes=self.largest_bytes * more,
+                       output_bytes=self.output_bytes * more, compute_us=self.compute_us * more,
+                       layers_us=self.layers_us * more)
 
 
 @dataclass(frozen=True)
@@ -111,44 +125,52 @@ class JointCandidate:
     def in_loop(self) -> bool:
         return self.stages > 1 or self.microbatches > 1
 
+    @property
+    def splits_backward(self) -> bool:
+        return self.schedule.virtual_stages == 1 and self.schedule.bubble < 1.0
+
     @cached_property
     def bound_us(self) -> float:
         """No simulated step of this configuration takes less, whatever is recomputed or sent: the placements of the whole batch
-        on a stage's ranks, with everything saved, are the least work of all stages together, of which all communication may
-        overlap computation, which slows down both."""
-        return self._least_us(least_overlapped_us(self.cost.bound_us, self.stages * self.least.us, self.contention))
-
-    def _least_us(self, work_us: float) -> float:
-        """The least time of a rank if all stages take work_us. Stages compute the layers and what is around them in order."""
-        return max(self._of_all_cuts_us(work_us), self._of_even_cuts_us(work_us))
-
-    def _of_even_cuts_us(self, work_us: float) -> float:
-        """The least time over cuts whose slowest stage is as fast as it can be, as those of the planner."""
-        least, p, count, schedule = self.least, self.stages, self.microbatches, self.schedule
-        if p == 1 or not least.layers or not self.cost.layers_us or schedule.name == "zbv":
-            return 0.0
-        ends_us = max(self.cost.compute_us - self.cost.layers_us, 0.0)
-        most = most_layers(least.layers, p * schedule.virtual_stages, ends_us, self.cost.layers_us / least.layers)
-        layers_us = p * least.layers_us
-        most_us, work_us = most * layers_us / least.layers, max(work_us, p * least.us)
-        if schedule.virtual_stages > 1:
-            return least_even_interleaved_us(work_us, layers_us, p, count, schedule.virtual_stages, most_us)
-        waited = 1.0 if schedule.bubble >= 1 else least.forward_share
-        return least_step_us(work_us, layers_us, p, count, waited, most_us)
-
-    def _of_all_cuts_us(self, work_us: float) -> float:
-        least, p = self.least, self.stages
-        work_us = max(work_us, p * least.us)
+        on a stage's ranks, with everything saved, are the least work of all stages together, of which communication may
+        overlap computation, which slows down both. What is done once for parameters comes after the last microbatch of a stage,
+        while its gradients go back through others: ranks wait for these, or have that to do."""
+        found, p, beside = self.cost.overlapped, self.stages, self.contention - 1.0
         if p == 1:
-            return work_us
+            return max(found.us, least_overlapped_us(self.cost.bound_us, self.least.us, self.contention))
+        # In each microbatch, the same communication takes so much of the time of computation that it may overlap.
+        once = min(1.0, self.microbatches * beside) * max(found.us - found.inside_us, 0.0)
+        least_us = p * self.least.us
+        return max(self._least_us(max(found.inside_us, least_us), self.splits_backward),
+                   self._least_us(max(found.inside_us + once, least_us), True))
+
+    def _least_us(self, work_us: float, splits: bool) -> float:
+        """The least time of a rank if all stages take work_us. splits: ranks wait for forward of others only."""
+        return max(self._of_all_cuts_us(work_us, splits), self._of_even_cuts_us(work_us, splits))
+
+    def _of_even_cuts_us(self, work_us: float, splits: bool) -> float:
+        """The least time over even cuts, as those of the planner: each stage takes at least as long as the rounded-down share
+        of the layers. The first and the last may have less communication, if they have fewer layers; where only forward is
+        waited for, the first does not count: backward may be all that it has besides layers."""
+        least, p, schedule = self.least, self.stages, self.schedule
+        if p == 1 or not least.layers or schedule.name == "zbv":
+            return 0.0
+        layer_us, stages = p * least.layers_us / least.layers, p * schedule.virtual_stages
+        fewest, inner_us = least.layers // stages, max(layer_us, self.cost.overlapped.layer_us)
+        stages_us = [fewest * us for us in (layer_us, *[inner_us] * (stages - 2), layer_us)]
+        waits_us = [0.0, *[least.forward_share * fewest * layer_us] * (stages - 1)] if splits else stages_us
+        return least_even_us(work_us, stages_us, waits_us, p, self.microbatches)
+
+    def _of_all_cuts_us(self, work_us: float, splits: bool) -> float:
+        """The least time over all cuts. Stages compute the layers and what is around them in order."""
+        least, p, virtual = self.least, self.stages, self.schedule.virtual_stages
         layers_us = least_of_layers_us(p * least.layers_us, least.layers, p)
-        if self.schedule.name == "zbv":  # the first stage of a rank may be small
+        if self.schedule.name == "zbv" or virtual > 1 and splits:  # the first stage of a rank may be small
             return max(work_us / p, layers_us)
-        if self.schedule.virtual_stages > 1:
-            return max(layers_us, least_interleaved_us(work_us, p * least.us, p, self.microbatches,
-                                                       self.schedule.virtual_stages))
-        through_us, waited = (p * least.us, 1.0) if self.schedule.bubble >= 1 else (
-            p * least.layers_us if least.layers else 0.0, least.forward_share)
+        if virtual > 1:
+            return max(layers_us, least_interleaved_us(work_us, p * least.us, p, self.microbatches, virtual))
+        through_us, waited = (p * least.layers_us if least.layers else 0.0, least.forward_share) if splits else (
+            p * least.us, 1.0)
         return max(least_step_us(work_us, through_us, p, self.microbatches, waited), layers_us)
 
     def bytes_with(self, kept: float, gathered: bool = False) -> float:
@@ -156,7 +178,7 @@ class JointCandidate:
         cost = self.cost
         flight = min(self.schedule.in_flight * min(self.stages, self.microbatches) / self.microbatches, 1.0)
         unsharded = IN_LOOP * cost.parameter_bytes / cost.tensor if gathered and self.in_loop else 0.0
-        return (max(cost.state_bytes, unsharded) / self.stages + flight * kept * cost.saved_bytes / self.stages
+        return ((cost.state_bytes + unsharded) / self.stages + flight * kept * cost.saved_bytes / self.stages
                 + LARGEST * cost.largest_bytes / self.microbatches + (cost.output_bytes if self.in_loop else 0.0))
 
     @cached_property

@@ -48,7 +48,7 @@ planned: they take several times as long to plan."""
 MOST_OFF = 1.15
 """Ratio of a simulated step to its estimate up to which others of its family are expected to take as much longer. Above it, the
 plan is an exception, such as one that repeats gathers for lack of memory."""
-FOR_BOUNDS = 0.5
+FOR_BOUNDS = 0.75
 """Multiple of the work limit for placements that only raise the bound."""
 AGAIN, MOST_AGAIN = 2.0, 3
 """Multiple of the work limit for configurations that were refused when their part of it was over, and their number."""

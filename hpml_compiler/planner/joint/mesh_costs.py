@@ -3,11 +3,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.graph_planning import plan_graph
-from hpml_compiler.planner.joint.joint_candidate import LeastWork, StageCost
-from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS
+from hpml_compiler.planner.joint.joint_candidate import LeastOverlapped, LeastWork, StageCost
+from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, splits_of
 from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
@@ -22,9 +23,13 @@ from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
 from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.sharding.oracle.memory_model import MemoryModel
+from passes.sharding.search.mesh_placement import MeshPlacement
 from passes.sharding.search.mesh_search import SearchTables
+from passes.sharding.search.overlap_bound import OverlapShares, least_overlapped_us
 from passes.sharding.strategies.group_strategies import GroupStrategyCache
+from passes.simulation.rank_lanes import CONTENTION
 from passes.simulation.step_graph import StepGraph
+from passes.solver.solvers import SolverOptions
 from passes.solver.work_limit import WorkLimit
 
 LATER = 0.25
@@ -70,12 +75,14 @@ class MeshCosts:
         cluster, budget = cluster_of_stage(self.cluster, stages), stages * memory_limit(options, self.cluster)
         own = options.model_copy(update={"mesh": mesh or None, "memory_budget": budget, "microbatches": 1, "recompute": {},
                                          "schedule": "auto", "virtual_stages": 1})
+        part, bounds = within if limit is None else limit.part(within.seconds), list[LeastOverlapped]()
         try:
             planned = plan_graph(self.annotated, own, cluster, lifetimes=MemoryModel(0.0), budget_bytes=budget,
                                  memos=SearchTables(joints=self.joints),
-                                 allowance=within if limit is None else limit.part(within.seconds), quick=self.traces.quick,
+                                 allowance=part, quick=self.traces.quick,
                                  shorter=None if folded is None else folded.shorter,
-                                 further=0 if folded is None else folded.further)
+                                 further=0 if folded is None else folded.further,
+                                 inspect=lambda placed, solver: bounds.append(self._bounds(placed, solver, stages, part)))
         except Infeasible as error:
             self.refusal = self.refusal or error
             return None
@@ -89,10 +96,19 @@ class MeshCosts:
         layers_us, forward_us = _layers_us(step, () if folded is None else folded.lists)
         return StageCost(
             mesh, record.predicted.step_time_us, record.solver.bound or 0.0,
-            (2 + options.resident_states) * trained / cluster.world_size, float(record.memory.activations), float(largest),
+            (2 + options.resident_states) * trained / splits_of(mesh), float(record.memory.activations), float(largest),
             self._output_bytes() / math.prod(mesh.values()), parameter_us,
             record.predicted.compute_us, trained, layers_us, forward_us / layers_us if layers_us else 0.0, repeated_us,
-            copy(3.0 * trained / mesh.get(TENSOR_AXIS, 1), prices))
+            copy(3.0 * trained / mesh.get(TENSOR_AXIS, 1), prices), overlapped=bounds[0])
+
+    def _bounds(self, placed: MeshPlacement, solver: SolverOptions, stages: int, limit: WorkLimit) -> LeastOverlapped:
+        beside = CONTENTION[self.cluster.device.kind] - 1.0
+        least = partial(least_overlapped_us, placed, options=solver, allowance=limit)
+        if stages == 1:
+            return LeastOverlapped(least(OverlapShares(beside, beside)))
+        inside, further = OverlapShares(beside, 0.0, 0.0), 0 if self.folded is None else self.folded.further
+        return LeastOverlapped(least(OverlapShares(beside, 1.0)), least(inside),
+                               least(inside, layers=True) / further if further else 0.0)
 
     def _output_bytes(self) -> float:
         graph = self.annotated.graph

@@ -163,3 +163,8 @@ def described_pins(options: Options) -> str:
 def rows_over(mesh: dict[str, int]) -> int:
     """Number of ranks of a stage that rows are split over."""
     return mesh.get(REPLICA_AXIS, 1) * mesh.get(DATA_AXIS, 1)
+
+
+def splits_of(mesh: dict[str, int]) -> int:
+    """Number of ranks of a stage that parameters may be split over."""
+    return math.prod(mesh.values()) // mesh.get(REPLICA_AXIS, 1)

@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.pipeline.least_step import (
-    least_even_interleaved_us,
+    least_even_us,
     least_interleaved_us,
     least_of_layers_us,
     least_step_us,
-    most_layers,
 )
 from passes.pipeline.pipeline_schedule import make_schedule
 from passes.pipeline.pipeline_timeline import TimedStage, simulate_pipeline
@@ -89,28 +88,26 @@ def test_no_even_cut_of_equal_layers_takes_less(schedule, virtual, data):
     layers, count = data.draw(st.integers(ranks * virtual, 24)), ranks * data.draw(st.integers(1, 4))
     ends = [data.draw(st.sampled_from([0.0, 0.3, 1.7, 4.0])) for _ in range(2)]
     times, stages = [ends[0] or 1e-9, *[1.0] * layers, ends[1] or 1e-9], ranks * virtual
-    table = make_schedule(schedule, ranks, count, virtual)
+    table, splits = make_schedule(schedule, ranks, count, virtual), schedule == "zero_bubble"
     cut = equal_cut(times, [0.0] * (len(times) - 1), stages, table.ranks)
     assert cut is not None
-    most = most_layers(layers, stages, sum(ends), 1.0)
-    timed, own = [], []
+    fewest, timed, own = layers // stages, [], []
     for start, stop in zip([0, *cut], cut):
         work = sum(times[start:stop])
         own.append(work)
-        assert stop - start - (start == 0) - (stop == len(times)) <= most
-        split = 0.5 * (1 - share) * work if schedule == "zero_bubble" else None
-        timed.append(TimedStage(share * work, (1 - share) * work, 0.0, 0.0, weight_us=split))
+        assert fewest <= work * (1 + 1e-9), "whatever is around the layers"
+        only = work - (start == 0) * ends[0] - (stop == len(times)) * ends[1] if splits else work  # ends go backward only
+        weight = 0.5 * (1 - share) * only if splits else None
+        timed.append(TimedStage(share * only, work - share * only, 0.0, 0.0, weight_us=weight))
     played = simulate_pipeline(table, timed).step_us
-    if virtual > 1:
-        bound = least_even_interleaved_us(count * sum(own), count * layers, ranks, count, virtual, count * most)
-    else:
-        waited = share if schedule == "zero_bubble" else 1.0
-        bound = least_step_us(count * sum(own), count * layers, ranks, count, waited, count * most)
+    waits = [0.0, *[share * fewest] * (stages - 1)] if splits else [fewest] * stages
+    bound = least_even_us(count * sum(own), [count * fewest] * stages, [count * each for each in waits], ranks, count)
     assert count * layers / ranks <= bound * (1 + 1e-9) and bound <= played * (1 + 1e-9)
 
 
 def test_even_stages_wait_as_long_as_they_are():
     """Without ends, and with as many layers on each stage: the bubble of 1F1B, and half of it with two stages on a rank."""
-    assert least_step_us(8.0, 8.0, 4, 8, most_us=2.0) == pytest.approx(2.0 * (1 + 3 / 8))
+    assert least_even_us(8.0, [2.0] * 4, [2.0] * 4, 4, 8) == pytest.approx(2.0 * (1 + 3 / 8))
     assert least_step_us(8.0, 8.0, 4, 8) < 2.0 * (1 + 3 / 8)
-    assert least_even_interleaved_us(8.0, 8.0, 4, 8, 2, 1.0) == pytest.approx(2.0 * (1 + 3 / 16))
+    assert least_even_us(8.0, [1.0] * 8, [1.0] * 8, 4, 8) == pytest.approx(2.0 * (1 + 3 / 16))
+    assert least_even_us(12.0, [2.0] * 4, [2.0] * 4, 4, 8) == pytest.approx(3.0 + 2.0 * 1.5 / 8), "more work, wherever it is"
