@@ -26,6 +26,7 @@ def collectives_of(step: Callable[[], object]) -> Counter[str]:
             step()
             time.sleep(SETTLE_S)
         if profile.profiler is not None and profile.profiler.kineto_results is not None:
-            found.append(Counter({event.key.split("::")[1]: event.count for event in profile.key_averages()
-                                  if "c10d_functional" in event.key}))
+            raw = profile.profiler.kineto_results.events()  # `key_averages` makes objects of all events: seconds
+            names = (event.name() for event in raw)
+            found.append(Counter(name.split("::")[1] for name in names if "c10d_functional" in name))
     return found[0]
