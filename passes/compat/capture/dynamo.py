@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch._C._dynamo import eval_frame
 from torch._guards import TracingContext
 from torch._higher_order_ops import utils as inner_graphs
 
+from passes.compat.execution.dtensor_internals import plain_torch_functions
 from passes.compat.patching.patches import replace_for_good
 
 LOG_ONCE = ("warning_once", "info_once")
@@ -180,8 +181,11 @@ def trace_as(kind: type) -> None:
     def of_same_class(fake_of: Any) -> Any:
         @functools.wraps(fake_of)
         def fake_of_same_class(value: Any, *args: Any, **kwargs: Any) -> Any:
-            fake = fake_of(value, *args, **kwargs)
-            if type(fake) is bare and isinstance(value, kind):
+            if not isinstance(value, kind):
+                return fake_of(value, *args, **kwargs)
+            with _gradient_set_aside(value):
+                fake = fake_of(value, *args, **kwargs)
+            if type(fake) is bare:
                 fake.__class__ = type(value)
             return fake
 
@@ -198,6 +202,22 @@ def trace_as(kind: type) -> None:
     replace_for_good({"wrap_to_fake_tensor_and_record": of_same_class})
     replace_for_good({"TensorVariable.method_attr_data": by_detaching})
     _let_inner_graphs_read(bare)
+
+
+@contextlib.contextmanager
+def _gradient_set_aside(tensor: torch.Tensor) -> Iterator[None]:
+    """Dynamo makes a fake of `.grad` with that of a leaf, though it reads gradients by their own source. Of one that is a view,
+    as of a bucket, it makes the sizes symbols, which takes 16 ms."""
+    with plain_torch_functions():
+        gradient = tensor.grad if tensor.is_leaf else None
+        if gradient is not None:
+            tensor.grad = None
+    try:
+        yield
+    finally:
+        if gradient is not None:
+            with plain_torch_functions():
+                tensor.grad = gradient
 
 
 @functools.cache

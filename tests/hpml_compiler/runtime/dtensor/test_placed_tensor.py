@@ -240,6 +240,24 @@ def run_fake(rank):
 
     torch.compile(lambda p: p.T.pow(2).sum() + p.view(-1)[0], backend=backend)(placed)
     assert [kind for _, _, kind in seen] == ["FakeTensor"] * len(seen) and len(seen) >= 5, seen
+    run_fake_with_gradient(placed)
+
+
+def run_fake_with_gradient(placed):
+    """A gradient that is a view, as of a bucket -> no fake of it is made with its parameter; a function reads its values."""
+    compat.trace_as(type(placed))
+    placed.grad = held = compat.make_dtensor(type(placed), torch.ones(100)[:24].view(4, 6), placed._spec)
+    seen = []
+
+    def backend(gm, example_inputs):
+        seen.extend(node.meta["example_value"].grad for node in gm.graph.nodes if node.op == "placeholder")
+        return gm.forward
+
+    compiled = torch.compile(lambda p: (p.detach() + p.grad).sum(), backend=backend)
+    assert held._local_tensor._is_view() and compiled(placed) == 96
+    assert placed.grad is held and seen == [None, None]
+    held.mul_(2)
+    assert compiled(placed) == 144 and len(seen) <= 2
 
 
 def test_placed_tensors_as_plain_ones(launch):
