@@ -15,28 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from slow_operator import register, seconds_per_row, work
 from torch import nn
 
 import hpml_compiler
-from passes.op_rules.base import make_rule
-from passes.op_rules.rule_table import load, rule
 
 WIDTH = 64
-seconds_per_row = [0.001]
-
-
-@torch.library.custom_op("balanced_rows::work", mutates_args=())
-def work(x: torch.Tensor) -> torch.Tensor:
-    time.sleep(x.shape[0] * seconds_per_row[0])
-    return x.clone()
-
-
-@work.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-work.register_autograd(lambda ctx, gradient: gradient)
 
 
 class Net(nn.Module):
@@ -71,9 +55,7 @@ def main() -> None:
     parser.add_argument("--ms", type=float, default=1.0, help="time per row of rank 0")
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    load()
-    rule("balanced_rows::work", heavy="matmul", flops=lambda x, out_val: 1e6 * x.numel())(
-        lambda call: make_rule(call, ["rf"], ["rf"]))
+    register()
     seconds_per_row[0] = args.ms / 1e3 * (1 + dist.get_rank())
     optimum = sum(1e3 / args.ms / (1 + rank) for rank in range(dist.get_world_size()))
     first: list[float] = []

@@ -1,7 +1,6 @@
 """A rank whose rows take three times as long -> rows move to the other one, and all results stay those of one device."""
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -9,28 +8,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hpml_compiler
+from benchmarks.slow_operator import register, seconds_per_row, work
 from hpml_compiler.compile.balance import balanced_graph
-from passes.op_rules.base import make_rule
-from passes.op_rules.rule_table import load, rule
 from tests.helpers.frozen import fresh
 
 ROWS, WIDTH, STEPS = 16, 8, 36
 OPTIONS: dict[str, Any] = {"compiler": "eager", "mesh": {"dp": 2}, "balance": "auto", "monitor": False}
-seconds_per_row = [0.0]
-
-
-@torch.library.custom_op("test_balanced_graph::work", mutates_args=())
-def work(x: torch.Tensor) -> torch.Tensor:
-    time.sleep(x.shape[0] * seconds_per_row[0])
-    return x.clone()
-
-
-@work.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-work.register_autograd(lambda ctx, gradient: gradient)
 
 
 class Net(nn.Module):
@@ -55,9 +38,7 @@ def train(model: nn.Module, call: Any) -> list[torch.Tensor]:
 
 
 def on_ranks(rank: int) -> tuple[float, list[dict[str, Any]]]:
-    load()
-    rule("test_balanced_graph::work", heavy="matmul", flops=lambda x, out_val: 1e6 * x.numel())(
-        lambda call: make_rule(call, ["rf"], ["rf"]))
+    register()
     fresh()
     balanced_graph.LEAST_AHEAD = 10**6  # whatever a compilation takes on this machine
     reference = Net().double()
