@@ -14,12 +14,12 @@ from torch.fx import GraphModule
 from hpml_compiler.options import Options
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
 from hpml_compiler.runtime.outputs.call_modes import nbytes
-from hpml_compiler.runtime.outputs.loss_memory import TAKEN, LossMemory, OpenCalls
+from hpml_compiler.runtime.outputs.loss_memory import TAKEN, LossMemory, OpenCalls, TakenOutputs
 from hpml_compiler.runtime.outputs.record import SMALL_BYTES
 from hpml_compiler.runtime.outputs.recorded_call import CompiledRecords
 from hpml_compiler.runtime.outputs.recorded_output import watch_autograd
 from hpml_compiler.runtime.outputs.step_calls import StepCalls
-from hpml_compiler.runtime.outputs.step_output import StepOutput
+from hpml_compiler.runtime.outputs.step_output import step_output
 from hpml_compiler.runtime.process.world_group import world_size
 from hpml_compiler.session import session
 from hpml_compiler.session.run_cluster import local_cluster
@@ -48,7 +48,10 @@ class LossOfScript:
         self.calls_on = makers if state_of(CompiledRecords).are_running else {}
         for maker in () if self.calls_on else makers:
             maker.stop(TAKEN)
-        self.copy = copy_graph(gm) if _can_wait(gm, given, options) else None
+        results = [None if node is None else node.meta.get("example_value") for node in returned_nodes(gm)]
+        self.kind = self.frame, tuple(str(getattr(x, "shape", None)) for x in results)
+        can_wait = not {self.kind, self.frame} <= state_of(TakenOutputs) and _can_wait(gm, given, options)
+        self.copy = copy_graph(gm) if can_wait else None
         self.chunks = options.loss_chunks if isinstance(options.loss_chunks, int) else 1
         self.sources = compat.input_sources(gm)
         self.refusal: Infeasible | None = None
@@ -93,7 +96,7 @@ class LossOfScript:
         watch_autograd()
         wholes: list[str] = []
         memory = LossMemory(self.name, call, leaf, functools.partial(self._compiled, leaf, wholes), wholes,
-                            self.chunks, self.refusal)
+                            self.chunks, self.refusal, self.kind)
 
         @compat.untraced
         def wait(*args: Any) -> Any:
@@ -103,7 +106,7 @@ class LossOfScript:
                 return memory.run_alone(*args) if memory.uses else call(*args)
             if memory.first is None:
                 results = memory.look(args)
-                return results if memory.first is None else StepCalls(memory, memory.first, args, results).outputs(StepOutput)
+                return results if memory.first is None else StepCalls(memory, memory.first, args, results).outputs(step_output)
             if memory.to_agree:
                 memory.agree()
             if memory.stopped:
@@ -111,7 +114,7 @@ class LossOfScript:
             calls = StepCalls(memory, memory.first, args)
             if not memory.losses:
                 calls.learn("")
-            return calls.outputs(StepOutput)
+            return calls.outputs(step_output)
 
         return wait
 

@@ -7,7 +7,7 @@ the graph runs alone, and the new calls are noted. All ranks agree on what they 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,6 +67,13 @@ class LossMemories(list["LossMemory"]):
     is_of_models = True
 
 
+class TakenOutputs(set[Hashable]):
+    """Kinds of graphs of which a compiled function takes an output, and the functions that do. Graphs that are both are of blocks
+    that are compiled one by one: those of the next blocks do not wait."""
+
+    is_of_models = True
+
+
 class OpenCalls:
     """The outputs of the last call of a graph while they are noted, or not computed yet."""
 
@@ -86,12 +93,13 @@ class LossMemory:
     leading: calls on the way to a loss. parts: names of the graph and of those for the script's calls; wholes: of the graphs
     that run instead of these, with the loss, the latest last. stopped: reason why the graph waits no more. uses: of the results
     in the script, by number. chunks: number of chunks that the script asks for, 1 if it does not. refusal: the error by which
-    the graph alone needs more than the memory budget.
+    the graph alone needs more than the memory budget. kind: the function that the graph is of, and the shapes of its results.
+    sharded: numbers of its results that stay sharded.
     """
 
     def __init__(self, name: str, run: Call, leaf: Call, compile_: Callable[[torch.fx.GraphModule], Call],
-                 wholes: list[str], chunks: int = 1, refusal: Infeasible | None = None) -> None:
-        self.refusal = refusal
+                 wholes: list[str], chunks: int = 1, refusal: Infeasible | None = None, kind: Hashable = None) -> None:
+        self.refusal, self.kind, self.sharded = refusal, kind, frozenset[int]()
         self.name, self.run, self.leaf, self.compile, self.chunks = name, run, leaf, compile_, chunks
         self.uses: dict[int, OutputUse] = {}
         self.parts, self.wholes = [name], wholes
@@ -112,6 +120,8 @@ class LossMemory:
 
     def stop(self, reason: str, refusal: Infeasible | None = None) -> None:
         """Wait no more. refusal: the error by which the graph with its loss needs more than the memory budget."""
+        if reason == TAKEN:
+            state_of(TakenOutputs).update((self.kind, compat.frame_being_compiled()))
         if not self.stopped:
             self.stopped = reason
             self.losses.clear()
@@ -214,6 +224,7 @@ class LossMemory:
             return results
         fakes, count, known = state_of(AllRecords).fakes, len(args), state_of(OutputUses)
         self.uses = {count + k: known.of(self.name, k, f"of shape {tuple(x.shape)}") for k, x in enumerate(results)}
+        self.sharded = frozenset(k for k, x in enumerate(results, count) if isinstance(x, LazyOutput))
         self.note_call()
         self._note_outputs(results)
         self.values = tuple(RecordedValue(fakes.like(x), k, k < count) for k, x in enumerate((*args, *results)))

@@ -58,7 +58,7 @@ class RecordedOutput(DeferredOutput):
         """Read it for a compiled function. In later steps, the call that makes it computes it at once."""
         self.record.stop(self.number)
         self.read()
-        if "value" in vars(self):  # sharded, as the call returns it from then on
+        if isinstance(self, RecordedOutput) and "value" in vars(self):  # sharded, as the call returns it from then on
             full = to_full_tensor(vars(self).pop("value"))
             with torch.set_grad_enabled(full.requires_grad):  # the sharded output holds `full`, and would hold this object
                 self.become(full.view_as(full))

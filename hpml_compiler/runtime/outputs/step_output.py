@@ -61,6 +61,21 @@ class StepOutput(RecordedOutput):
         return _not_noted(record, ours, func, name, args, named)
 
 
+class _LikeDTensor(torch.Tensor):
+    """Memory layout of a DTensor, without which torch cannot exchange an object for one."""
+
+    __slots__ = ("_local_tensor", "_spec")
+
+
+class ShardedStepOutput(StepOutput, _LikeDTensor):
+    """A result of the graph that is sharded: this object becomes the sharded tensor."""
+
+
+def step_output(record: Any, number: int) -> StepOutput:
+    """A result of the graph, for the script."""
+    return (ShardedStepOutput if number in record.memory.sharded else StepOutput)(record, number)
+
+
 def _not_noted(record: StepCalls, ours: Sequence[StepOutput], func: Callable[..., Any], name: str, args: tuple,
                kwargs: dict[str, Any]) -> Any:
     record.memory.note_reads([x.number for x in ours])
@@ -78,7 +93,7 @@ def _not_noted(record: StepCalls, ours: Sequence[StepOutput], func: Callable[...
             x.requires_grad for x in ours)
         record.value_for(name, [x.number for x in ours] if detached and not alters else ())
     if record.is_closed:
-        if any(type(x) is StepOutput and "value" not in vars(x) for x in ours):
+        if any(isinstance(x, StepOutput) and "value" not in vars(x) for x in ours):
             raise HpmlError("an output of the compiled model was not computed: its call failed", name, "call the model again")
         return func(*map_tensors(plain, args), **map_tensors(plain, kwargs))
     values = {id(x): record.known[x.number] for x in ours}  # type: ignore[index]

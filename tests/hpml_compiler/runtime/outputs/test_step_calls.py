@@ -15,10 +15,12 @@ import hpml_compiler
 from hpml_compiler.compile.wrapper import loss_of_script
 from hpml_compiler.runtime.outputs.deferred_output import watch_deferred
 from hpml_compiler.runtime.outputs.loss_memory import LossMemories
+from hpml_compiler.runtime.outputs.output_wrapper import OutputUses
 from hpml_compiler.runtime.outputs.recorded_output import watch_autograd
 from hpml_compiler.runtime.watchdog.barrier_check import RankDiverged
 from passes.errors import HpmlError, Infeasible
 from passes.session_state import state_of
+from tests.helpers.frozen import fresh
 from tests.hpml_compiler.runtime.common import Doubled, full
 
 X = torch.linspace(-1, 1, 64 * 16, dtype=torch.float64).view(64, 16).sin()
@@ -466,6 +468,54 @@ def adversarial(make, judge, real):
         optimizers[1].zero_grad()
         found += [loss.item(), other.item()]
     return found
+
+
+class Block(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+def of_blocks(options=None):
+    torch.manual_seed(0)
+    blocks = [Block(256, 256).double() for _ in range(3)]
+    for block in blocks if options else ():
+        block.compile(backend="hpml", options=options)
+    return nn.Sequential(*blocks, nn.Linear(256, 8).double())
+
+
+def losses_of_blocks(model):
+    """Losses of three steps, and how many graphs were compiled after each."""
+    optimizer, losses, graphs = torch.optim.SGD(model.parameters(), 0.1), [], []
+    torch._dynamo.utils.counters.clear()
+    for _ in range(3):
+        losses.append(_backward(F.cross_entropy(model(SOFT * 256), Y % 8)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return losses, graphs
+
+
+def run_compiled_takers(rank):
+    options = {"compiler": "eager", "monitor": False}
+    for mesh in ("dp", "tp"):
+        fresh()
+        own = {**options, "mesh": {mesh: 2}}
+        want, (losses, graphs) = losses_of_blocks(of_blocks())[0], losses_of_blocks(of_blocks(own))
+        torch.testing.assert_close(losses, want, rtol=1e-11, atol=1e-12)
+        assert graphs == [4] * 3, "those of blocks and one for the calls on the last one's output"
+
+    fresh()
+    want = Loop(plain, model := Net(), model, rank).run(3)
+    torch._dynamo.utils.counters.clear()
+    loop = Loop(by_compiled_function, torch.compile(model := Net(), backend="hpml", options=own), model, rank)
+    loop.loss_of = torch.compile(loss_again, backend="hpml", options=own)
+    torch.testing.assert_close(loop.run(3)[:-1], want[:-1], rtol=1e-11, atol=1e-12)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert not any(use.gathers for use in state_of(OutputUses).values())
+
+
+def test_compiled_functions_take_outputs_as_they_are_in_the_first_step(launch):
+    launch(run_compiled_takers, world_size=2)
 
 
 def run_rest(rank):
