@@ -139,10 +139,8 @@ def _compile_for_ranks(gm: GraphModule, example_inputs: Sequence[Any], options: 
                        ) -> Callable[..., Any]:
     given = list(example_inputs)
     make = lambda *graph: GraphCompiler(*graph, deciding=deciding).compile()  # noqa: E731
-    if options.balance == "auto":
-        call = with_balance(gm, given, options, make)
-    else:
-        call = with_detached_outputs(gm, given, options, functools.partial(with_repeats, compile_=make), at_once=False)
+    around = with_balance if options.balance == "auto" else with_repeats
+    call = with_detached_outputs(gm, given, options, functools.partial(around, compile_=make), at_once=False)
     _release_outputs(given)
     return call
 

@@ -1,4 +1,5 @@
-"""A rank whose rows take three times as long -> rows move to the other one, and all results stay those of one device."""
+"""A rank whose rows take three times as long -> rows move to the other one, and all results stay those of one device, also where
+a gradient arrives later at an output beside the loss."""
 from __future__ import annotations
 
 from typing import Any
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 import hpml_compiler
 from benchmarks.slow_operator import register, seconds_per_row, work
 from hpml_compiler.compile.balance import balanced_graph
+from passes.transforms.outputs import outputs_beside_loss
 from tests.helpers.frozen import fresh
 
 ROWS, WIDTH, STEPS = 16, 8, 36
@@ -22,16 +24,17 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.up, self.norm, self.down = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.down(torch.tanh(self.norm(self.up(work(x))))) - x.sin()).square().mean()
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = self.down(torch.tanh(self.norm(self.up(work(x)))))
+        return (made - x.sin()).square().mean(), made
 
 
 def train(model: nn.Module, call: Any) -> list[torch.Tensor]:
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = call(torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step)))
-        loss.backward()
+        loss, made = call(torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step)))
+        (loss + made.cos().mean() if step == STEPS - 2 else loss).backward()
         optimizer.step()
         seen.append(loss.detach())
     return [(x.full_tensor() if isinstance(x, DTensor) else x).detach().clone() for x in (*seen, *model.state_dict().values())]
@@ -40,6 +43,7 @@ def train(model: nn.Module, call: Any) -> list[torch.Tensor]:
 def on_ranks(rank: int) -> tuple[float, list[dict[str, Any]]]:
     register()
     fresh()
+    outputs_beside_loss.LEAST_BYTES = 0
     balanced_graph.LEAST_AHEAD = 10**6  # whatever a compilation takes on this machine
     reference = Net().double()
     expected, model = train(reference, reference), Net().double()
@@ -52,5 +56,6 @@ def on_ranks(rank: int) -> tuple[float, list[dict[str, Any]]]:
 def test_rows_move_away_from_a_slow_rank(launch):
     for worst, rows in launch(on_ranks):
         assert worst < 1e-11
+        assert len(rows) == 3, "as compiled first, with moved rows, and with a gradient at the other output"
         moved = [each["dp"] for each in rows if each]
         assert moved and all(fast + slow == ROWS and fast > slow for fast, slow in moved), rows
