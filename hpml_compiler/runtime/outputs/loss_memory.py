@@ -68,8 +68,8 @@ class LossMemories(list["LossMemory"]):
 
 
 class TakenOutputs(set[Hashable]):
-    """Kinds of graphs of which a compiled function takes an output, and the functions that do. Graphs that are both are of blocks
-    that are compiled one by one: those of the next blocks do not wait."""
+    """Kinds of graphs of which a compiled function takes an output, and the functions that do. Graphs that are both are of
+    blocks that are compiled one by one: those of the next blocks do not wait."""
 
     is_of_models = True
 

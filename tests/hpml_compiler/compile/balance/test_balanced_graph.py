@@ -1,5 +1,5 @@
-"""A rank whose rows take three times as long -> rows move to the other one, and all results stay those of one device, also where
-a gradient arrives later at an output beside the loss."""
+"""A rank whose rows take three times as long -> rows move to the other one, and all results stay those of one device, also
+where a gradient arrives later at an output beside the loss."""
 from __future__ import annotations
 
 from typing import Any
