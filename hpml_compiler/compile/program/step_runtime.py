@@ -25,9 +25,10 @@ from hpml_compiler.compile.program.step_program import PipelineLinks, StepProgra
 from hpml_compiler.options import Options
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, schedule_of
 from hpml_compiler.plans.schema import BlocksReport
+from hpml_compiler.runtime.consistency.memory_agreement import AgreeingLoop, LoopCollectives
 from hpml_compiler.runtime.consistency.rank_sync import when_all_succeed
 from hpml_compiler.runtime.process.compute_device import device_type
-from hpml_compiler.runtime.process.world_group import control_group, from_all_ranks
+from hpml_compiler.runtime.process.world_group import control_group, from_all_ranks, world_size
 from hpml_compiler.runtime.program.dummy_collectives import collectives_of
 from hpml_compiler.runtime.program.fused_forward_backward import FusedForwardBackward
 from hpml_compiler.runtime.program.microbatch_loop import (
@@ -115,10 +116,15 @@ class StepRuntime:
         made = {name: k for k, name in enumerate(halves.forward.returns[outputs:])}
         # Forward returns tensors before numbers, backward takes numbers first.
         saved = tuple(made[name] for name in halves.backward.takes[:len(made)])
+        collectives = None
+        if self.options.on_oom == "replan" and world_size() > 1:
+            collectives = LoopCollectives.of(loop, halves.forward.gm, halves.backward.gm)
         with stage.lowering.waiting_once(halves.forward.gm):
             run_forward, backwards = stage.lowering.part(halves.forward.gm, {"backward": halves.backward.gm}, outputs)
             calls = self._calls(run_forward, backwards["backward"] if loop.backward else None, saved)
         self.reports.update(stage.lowering.reports)
+        if collectives is not None:
+            return AgreeingLoop(loop, calls, self.parts.microbatches, collectives)
         return MicrobatchLoop(loop, calls, self.parts.microbatches)
 
     def _pipeline(self, links: PipelineLinks) -> PipelineLoop:

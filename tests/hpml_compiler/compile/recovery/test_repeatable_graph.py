@@ -23,10 +23,10 @@ WIDTH, ROWS = 16, 1024
 class Small(nn.Module):
     """Dropout, running statistics, and the loss inside or outside."""
 
-    def __init__(self, loss: bool = True) -> None:
+    def __init__(self, loss: bool = True, norm=nn.BatchNorm1d) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.norm, self.down, self.loss = nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH), nn.Linear(
+        self.up, self.norm, self.down, self.loss = nn.Linear(WIDTH, 4 * WIDTH), norm(4 * WIDTH), nn.Linear(
             4 * WIDTH, WIDTH), loss
 
     def forward(self, x):
@@ -34,11 +34,12 @@ class Small(nn.Module):
         return x.square().mean() if self.loss else x
 
 
-def trained(options, half="", at=(), step_of_failure=1, loss=True, between=lambda model: None, steps=3, **settings):
+def trained(options, half="", at=(), step_of_failure=1, loss=True, between=lambda model: None, steps=3, norm=nn.BatchNorm1d,
+            **settings):
     """Losses, gradients, parameters and buffers; and how often it failed."""
     fresh()
     with failures() as failing:
-        model = Small(loss)
+        model = Small(loss, norm)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
         call = torch.compile(model, backend="hpml", options=options)
         x, seen = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).sin(), []
@@ -104,16 +105,18 @@ def test_an_optimizer_without_room_steps_in_parts(monkeypatch, caplog, offloads)
             trained(REPLAN, foreach=True)
 
 
-def on_one_rank(rank, half):
-    expected, _ = trained({"compiler": "eager", "mesh": {"dp": 2}})
-    found, failed = trained({**REPLAN, "mesh": {"dp": 2}}, half if rank == 1 else "", (7,))
+def on_one_rank(rank, half, microbatches):
+    options = {"mesh": {"dp": 2}, "microbatches": microbatches, "compiler": "eager"}
+    norm = nn.BatchNorm1d if microbatches == 1 else nn.LayerNorm
+    expected, _ = trained(options, norm=norm)
+    found, failed = trained({**options, "on_oom": "replan"}, half if rank == 1 else "", (7,), norm=norm)
     return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)], failed
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("half", ["forward", "backward"])
-def test_all_ranks_repeat_what_one_failed_in(launch, half):
-    (one, none), (other, failed) = launch(on_one_rank, 2, (half,), timeout_s=50)
+@pytest.mark.parametrize(("half", "microbatches"), [("forward", 2), ("backward", 1)])
+def test_all_ranks_repeat_what_one_failed_in(launch, half, microbatches):
+    (one, none), (other, failed) = launch(on_one_rank, 2, (half, microbatches), timeout_s=50)
     assert all(one) and all(other) and (none, failed) == (0, 1)
 
 
