@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from gpu_checks import large_model, loss_of, trainer
+from step_out_of_memory import Lines
 
 SHARES = (0.85, 0.65)
 """Parts of what the step takes beside parameters, gradients and optimizer state."""
@@ -33,21 +34,12 @@ def _fresh() -> int:
     return torch.cuda.memory_allocated()
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines += [record.getMessage()] if "nothing is lost" in record.getMessage() else []
-
-
 def out_of_memory(args: argparse.Namespace) -> dict[str, Any]:
     """Steps within less memory (`torch.cuda.set_per_process_memory_fraction`), against steps with enough."""
     if args.device != "cuda":
         return {"ok": True, "says": "only on a GPU: tests fail CPU allocations"}
     total, cases = torch.cuda.mem_get_info()[1], {}
-    handler = _Lines()
+    handler = Lines()
     logging.getLogger("hpml").addHandler(handler)
     expected, model = _trained(args.device, {})
     held = 4 * sum(p.nbytes for p in model.parameters())

@@ -1,6 +1,6 @@
 """Time of a step with a monitor and without, alternating, and growth of memory, files and threads with it; prints JSON.
 
-python benchmarks/monitoring.py [--steps 2000] [--every 100] [--sinks tensorboard] [--port]
+python benchmarks/monitoring.py [--steps 2000] [--every 50] [--sinks tensorboard] [--port]
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import hpml_compiler
 def main() -> None:
     given = argparse.ArgumentParser()
     given.add_argument("--steps", type=int, default=2000, help="with the monitor, and as many without")
-    given.add_argument("--every", type=int, default=100, help="steps before the other takes its turn")
+    given.add_argument("--every", type=int, default=50, help="steps before the other takes its turn")
     given.add_argument("--sinks", nargs="*", default=[])
     given.add_argument("--port", action="store_true", help="serve metrics to Prometheus, too")
     args = given.parse_args()
