@@ -14,7 +14,7 @@ from hpml_compiler.planner.graph.plan_assembly import as_plan
 from hpml_compiler.planner.joint.chosen_configuration import ChosenConfiguration
 from hpml_compiler.planner.joint.joint_search import FoundPlan, JointSearch
 from hpml_compiler.planner.joint.open_decisions import described_pins
-from hpml_compiler.planner.joint.open_planner import joint_search_of
+from hpml_compiler.planner.joint.open_planner import GAIN, joint_search_of
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.simulator import simulate
@@ -25,8 +25,6 @@ from passes.sharding.oracle.memory_model import MemoryModel
 from passes.solver.work_limit import WorkLimit
 
 log = logging.getLogger("hpml")
-GAIN = 0.05
-"""Part of the step that stages have to gain where the step fits without them."""
 
 
 def search_graph(captured: CapturedModel, cluster: Cluster, refusal: Infeasible | None) -> tuple[ChosenConfiguration, ...]:

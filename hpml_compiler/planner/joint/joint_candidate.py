@@ -189,12 +189,20 @@ class JointCandidate:
     def us(self) -> float:
         """Estimated time, in which everything that does not fit is recomputed, and where unsharded parameters do not fit, they
         are gathered in each microbatch. Communication of parameters overlaps with all other work, which it slows down."""
-        return min(self._us(gathered) for gathered in (True, False)
-                   if not gathered or self.bytes_with(KEPT_OF_ALL, True) <= ROOM * self.limit)
+        return self._us(self._gathered)
 
-    def _us(self, gathered: bool) -> float:
+    @cached_property
+    def saved_us(self) -> float:
+        """The same without what is recomputed."""
+        return self._us(self._gathered, saved=True)
+
+    @cached_property
+    def _gathered(self) -> bool:
+        return self.bytes_with(KEPT_OF_ALL, True) <= ROOM * self.limit and self._us(True) <= self._us(False)
+
+    def _us(self, gathered: bool, saved: bool = False) -> float:
         most, least = self.bytes_with(1.0, gathered), self.bytes_with(KEPT_OF_ALL, gathered)
-        again = min(max((most - ROOM * self.limit) / (most - least), 0.0), 1.0) if most > least else 0.0
+        again = min(max((most - ROOM * self.limit) / (most - least), 0.0), 1.0) if most > least and not saved else 0.0
         bubble = self.schedule.bubble * (self.stages - 1) / self.microbatches
         work_us = (self.cost.us - self.cost.parameter_us) * (self._uneven + bubble) * (1.0 + FORWARD * again ** STEEP)
         work_us += (self.microbatches - 1) * self.cost.accumulate_us if gathered else 0.0

@@ -89,7 +89,7 @@ class JointSearch:
     refused: dict[tuple[tuple[str, int], ...], float] = field(default_factory=dict)
     """Least estimated bytes of configurations that were planned and do not fit, by mesh."""
     ratios: dict[Hashable, float] = field(default_factory=dict)
-    """Simulated step over estimate of the latest plans that are alike: see `_likeness`."""
+    """Simulated step over estimate of the latest plans that are alike (see `_likeness`), on a mesh without recomputation."""
     below_us: float = math.inf
     """Simulated step of a known plan: only what may be faster is planned."""
 
@@ -127,7 +127,7 @@ class JointSearch:
         return self._reported(self.best)
 
     def _is_plain(self, candidate: JointCandidate) -> bool:
-        """True with the first of the schedules that are open: others are planned for the best of these."""
+        """True with the first open schedule: others are planned for the best of these."""
         return candidate.schedule == self.decisions.schedules(candidate.stages, candidate.microbatches)[0]
 
     def candidates(self) -> list[JointCandidate]:
@@ -198,7 +198,9 @@ class JointSearch:
         log.info("%s on the mesh %s: %s a step, %s", candidate, candidate.mesh, format_us(us), format_bytes(plan.memory.peak))
         self.found.append(FoundPlan(us, plan, candidate))
         mesh, family = _likeness(candidate)
-        self.ratios[mesh] = ratio = us / candidate.us if candidate.us else 1.0
+        saved_us = us - sum(graph.predicted.again_us for graph in plan.graphs)
+        self.ratios[mesh] = saved_us / candidate.saved_us if candidate.saved_us else 1.0
+        ratio = us / candidate.us if candidate.us else 1.0
         if ratio <= MOST_OFF:
             self.ratios[family] = min(ratio, self.ratios.get(family, math.inf))
 
@@ -232,7 +234,7 @@ class JointSearch:
         while best is not None and not limit.is_over and self.considered:
             lowest = min(self.considered, key=lambda each: each.bound_us)
             if lowest.cost.placed or lowest.bound_us >= (1.0 - self.traces.options.gap) * best.simulated_us:
-                return
+                break
             cost, mesh = self.of_meshes.exact(lowest.stages, lowest.cost.mesh, limit), lowest.mesh
             if cost is not None:
                 least = lowest.least.with_another(cost, lowest.stages)
@@ -242,10 +244,8 @@ class JointSearch:
                 break
             else:  # no configuration on it can be planned
                 self.considered = [each for each in self.considered if each.mesh != mesh]
-        bounds = dict[tuple[tuple[str, int], ...], float]()
-        for each in self.considered:
-            key = tuple(each.mesh.items())
-            bounds[key] = min(bounds.get(key, math.inf), each.bound_us)
+        falling = sorted(self.considered, key=lambda each: -each.bound_us)
+        bounds = {tuple(each.mesh.items()): each.bound_us for each in falling}  # the last one of a mesh counts
         self.rejected = [each.model_copy(update={"bound": bounds.get(tuple(each.mesh.items()), each.bound)})
                          for each in self.rejected]
 

@@ -11,7 +11,8 @@ from hpml_compiler.planner.joint.open_decisions import LARGE, OpenDecisions, des
 from hpml_compiler.planner.offline_planner import plan_traces
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
-from hpml_compiler.visualize.formatting import format_bytes
+from hpml_compiler.simulate.simulator import simulate
+from hpml_compiler.visualize.formatting import format_bytes, format_us
 from passes.analyses.cross_sample_ops import mixing_operations
 from passes.analyses.microbatch_dims import rows_of
 from passes.errors import Infeasible
@@ -20,10 +21,13 @@ from passes.hardware.cluster import Cluster
 from passes.solver.work_limit import WorkLimit
 
 log = logging.getLogger("hpml")
+GAIN = 0.05
+"""Part of the step that a search has to gain, or that recomputation takes, where the step fits without the search."""
 
 
 def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
-    """Plan as the options say, and if that does not fit, or if they leave axes of the mesh open, whatever they leave open.
+    """Plan as the options say, and if that does not fit, recomputes much under a memory budget, or if they leave axes of the
+    mesh open, whatever they leave open.
     Raises BadInput and Infeasible."""
     options = traces.options
     if leaves_axes_open(options, cluster.world_size):
@@ -35,13 +39,31 @@ def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
     try:
         if (short := _too_large(traces, cluster)) is not None:
             raise short
-        return plan_traces(traces, cluster)
+        plan = plan_traces(traces, cluster)
     except Infeasible as refusal:
         search = joint_search_of(traces, cluster, refusal)
         if search is None:
             raise
         log.info("placements alone do not fit: %s; hpml searches over microbatches, recomputation and stages", refusal.what)
         return search.run(proves=True)
+    return _with_less_recomputed(traces, cluster, plan) if options.memory_budget is not None else plan
+
+
+def _with_less_recomputed(traces: TracedModel, cluster: Cluster, plan: Plan) -> Plan:
+    """A plan with other microbatches, stages or mesh, where recomputation takes `GAIN` of the step of this one, and that is
+    faster; else this one."""
+    again_us, now_us = sum(graph.predicted.again_us for graph in plan.graphs), simulate(plan).step_us
+    if again_us < GAIN * now_us or (search := joint_search_of(traces, cluster)) is None:
+        return plan
+    log.info("recomputation takes %s of a step of %s; hpml searches over microbatches and stages, too", format_us(again_us),
+             format_us(now_us))
+    search.below_us = now_us
+    try:
+        found = search.run(proves=True)
+    except Infeasible as error:
+        log.info("no other configuration is faster: %s", error.what)
+        return plan
+    return found if simulate(found).step_us < now_us else plan
 
 
 def joint_search_of(traces: TracedModel, cluster: Cluster, refusal: Infeasible | None = None) -> JointSearch | None:
