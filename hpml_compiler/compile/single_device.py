@@ -28,7 +28,7 @@ from passes.tracing.joint_trace import decompositions
 from passes.transforms.cleanup.common_subexpressions import Deduplicate
 from passes.transforms.cleanup.pre_partition import TagPhases
 from passes.transforms.loss_chunks.chunk_loss import Chunks, chunk_loss, source_hash
-from passes.transforms.outputs.outputs_beside_loss import keep_results_as_saved
+from passes.transforms.outputs.outputs_beside_loss import keep_results_as_saved, without_unread_draws
 
 
 def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options,
@@ -91,4 +91,5 @@ def _by_eager(gm: GraphModule, example_inputs: Sequence[Any], chunks: Chunks) ->
 
         own = {"partition_fn": partition, "decompositions": decompositions("eager")}
     forward = lambda graph, given: compiler(keep_results_as_saved(graph), given)  # noqa: E731
-    return compat.aot_autograd(fw_compiler=forward, bw_compiler=compiler, **own)(gm, example_inputs)
+    backward = lambda graph, given: compiler(without_unread_draws(graph), given)  # noqa: E731
+    return compat.aot_autograd(fw_compiler=forward, bw_compiler=backward, **own)(gm, example_inputs)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from passes.compat import OpOverload
 from passes.graph.fx_nodes import memory_of, returned_nodes, with_dependencies
 
 LEAST_BYTES = 1 << 16
@@ -70,6 +71,17 @@ def keep_results_as_saved(forward: GraphModule) -> GraphModule:
                 forward.graph.erase_node(node)
         forward.recompile()
     return forward
+
+
+def without_unread_draws(backward: GraphModule) -> GraphModule:
+    """Remove random operators that nothing reads, with what only they read: torch copies them from forward where Dynamo does
+    not run, and they would move the generator. Returns the graph."""
+    for node in reversed(backward.graph.nodes):
+        if not node.users and isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            backward.graph.erase_node(node)
+    backward.graph.eliminate_dead_code()
+    backward.recompile()
+    return backward
 
 
 def is_statistic(node: Node) -> bool:

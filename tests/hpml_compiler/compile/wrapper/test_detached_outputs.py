@@ -122,6 +122,26 @@ def test_accumulated_and_checkpointed_gradients_are_those_of_eager_mode(compiled
     assert compiled_for == [(1, 2), (2,)]
 
 
+class Attention(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = super().forward(x).view(1, 1, 6, 8)
+        made = F.scaled_dot_product_attention(q, q, q, dropout_p=0.2)
+        return made.square().mean(), made
+
+
+def test_a_graph_compiled_for_a_late_gradient_draws_as_eager_mode_does():
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Attention(8, 8).double()
+        call = torch.compile(model, backend="hpml", options={"compiler": "eager"}) if compiled else model
+        for _ in range(3):
+            call(X)[1].sin().sum().backward()
+            found.append(torch.get_rng_state())
+        found.append(model.weight.grad)
+    torch.testing.assert_close(found[4:], found[:4], rtol=1e-12, atol=1e-13)
+
+
 def test_gradients_go_to_the_inputs_that_a_script_computed():
     class Mixed(Net):
         def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
