@@ -24,6 +24,16 @@ MORE = {
     "zero3": {2: {"mesh": {"dp": 2}, "memory_budget": "450KB"}, 4: {"mesh": {"dp": 4}, "memory_budget": "450KB"}},
     "budget": {2: {"mesh": {"tp": 2}, "memory_budget": "450KB"}, 1: {"memory_budget": "700KB"}},
 }
+REST = {
+    "tp": {4: {"mesh": {"tp": 4}}}, "pp": {1: None}, "dp": {4: {"mesh": {"dp": 4}}}, "zero3": {1: None},
+    "budget": {4: {"mesh": {"dp": 2, "tp": 2}, "memory_budget": "450KB"}},
+}
+
+
+def with_rest(modes):
+    """HPML_TEST_EVERYTHING=1 resumes each on as many ranks, half and twice as many."""
+    everything = os.environ.get("HPML_TEST_EVERYTHING") == "1"
+    return {mode: {**each, **REST[mode]} for mode, each in modes.items()} if everything else modes
 
 
 def run_twice(rank, folder, modes):
@@ -55,7 +65,8 @@ def run_others(rank, folder, modes):
     return found
 
 
-@pytest.mark.parametrize("modes", [MODES, pytest.param(MORE, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("modes", [
+    with_rest(MODES), pytest.param(with_rest(MORE), marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_resumed_on_any_number_of_ranks(launch, tmp_path, modes):
     alone = Run(str(tmp_path / "alone")).train(STEPS)
     whole = launch(run_twice, args=(str(tmp_path), modes), timeout_s=300)[0]
