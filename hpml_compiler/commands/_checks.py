@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
 from packaging.requirements import Requirement
 
-from hpml_compiler.commands.run import available_cores
+from passes.hardware.control_groups import available_cores, memory_bytes
 
 DISTRIBUTION = "hpml-compiler"
 BACKEND_GROUP = "torch_dynamo_backends"
@@ -150,7 +149,7 @@ def check_dot() -> Check:
 def check_devices() -> Iterator[Check]:
     import torch
 
-    memory_gib = psutil.virtual_memory().total / GIB
+    memory_gib = memory_bytes() / GIB
     yield Check("CPU", "ok", f"{available_cores()} cores, {memory_gib:.1f} GiB")
     count = torch.cuda.device_count()
     if not count:

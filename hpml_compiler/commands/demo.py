@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpml_compiler.commands._checks import check_compiler
-from hpml_compiler.commands.run import available_cores
 from hpml_compiler.demo import loss_plot, training_runs
 from hpml_compiler.demo.training_runs import TrainingRun
 from passes.errors import BadInput, HpmlError, MissingDependency
 from passes.filesystem.text_files import make_folder
+from passes.hardware.control_groups import available_cores
 
 if TYPE_CHECKING:
     from rich.console import Console

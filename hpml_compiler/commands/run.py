@@ -17,6 +17,7 @@ import typer
 
 from hpml_compiler.commands._allocation import Allocation, allocation
 from passes.errors import BadInput, shortened
+from passes.hardware.control_groups import available_cores
 
 MOST_CPU_RANKS = 4  # default: ranks without accelerators are for trying things out, and each costs memory
 MOST_RANKS = 1024  # on one node: more are probably a typing error, and would exhaust the machine
@@ -119,12 +120,6 @@ def started(script: str, arguments: list[str], module: bool, own_store: bool = F
     if torch.cuda.device_count() < 2 and not own_store:
         return module, script, arguments
     return True, RANK_MODULE, [*(["-m"] if module else []), script, *arguments]
-
-
-def available_cores() -> int:
-    """Number of physical cores that this process may use; hardware threads of one core would compete."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
 def default_ranks() -> int:

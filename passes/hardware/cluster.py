@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from passes.errors import BadInput, shortened
+from passes.hardware.control_groups import available_cores, memory_bytes
 from passes.hardware.device import (
     ASSUMED_HOST,
     ASSUMED_STORAGE,
@@ -250,13 +249,6 @@ def _slowest_link(groups: tuple[NodeGroup, ...], same_node: bool) -> Link:
     return replace(slowest, latency_us=max(link.latency_us for link, _ in links))
 
 
-def available_cores() -> int:
-    """Physical cores that this process may use."""
-    process = psutil.Process()
-    logical = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1  # type: ignore
-    return min(logical, psutil.cpu_count(logical=False) or logical)
-
-
 def _local_cpu(ranks: int) -> DeviceSheet:
     """The built-in cpu (one core, one rank) for ranks that share this host's cores."""
     sheet, cores = builtin_sheet("cpu"), available_cores()
@@ -264,7 +256,7 @@ def _local_cpu(ranks: int) -> DeviceSheet:
     shared_bandwidth = min(cores * one.memory_bandwidth_bytes_per_s, LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S)
     device = replace(
         one,
-        memory_bytes=psutil.virtual_memory().total // ranks,
+        memory_bytes=memory_bytes() // ranks,
         memory_bandwidth_bytes_per_s=shared_bandwidth / ranks,
         peak_flops_per_s=FrozenMap({dtype: rate * share for dtype, rate in one.peak_flops_per_s.items()}),
         idle_power_w=one.idle_power_w * share,

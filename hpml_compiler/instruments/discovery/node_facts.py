@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from passes.hardware.cluster import available_cores
+from passes.hardware.control_groups import available_cores, memory_bytes
 
 SYSFS = Path("/sys")
 NVLINK_LANE_BYTES_PER_S = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9}
@@ -62,7 +62,7 @@ def read_node() -> NodeFacts:
     gpus, remarks = read_gpus()
     return NodeFacts(
         hostname=socket.gethostname(), processor=_processor(), cores=available_cores(),
-        memory_bytes=psutil.virtual_memory().total, l3_bytes=read_l3_bytes(SYSFS), gpus=gpus,
+        memory_bytes=memory_bytes(), l3_bytes=read_l3_bytes(SYSFS), gpus=gpus,
         ports=(*read_infiniband(SYSFS), *read_interfaces()),
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "0")), remarks=remarks,
     )

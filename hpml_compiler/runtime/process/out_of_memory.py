@@ -8,9 +8,9 @@ import resource
 import psutil
 import torch
 
-from hpml_compiler.runtime.process import container_memory
 from hpml_compiler.runtime.process.compute_device import device_type
 from passes.errors import HpmlError
+from passes.hardware import control_groups
 
 _SAID = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA error: out of memory|"
                    r"CU(BLAS|DNN|SOLVER|FFT|SPARSE)_(STATUS_)?(ALLOC_FAILED|NOT_ENOUGH_WORKSPACE)")
@@ -55,6 +55,6 @@ def room_bytes() -> int:
     left = [psutil.virtual_memory().available]
     found = [(resource.getrlimit(kind)[0], taken) for kind, taken in limits.items()]
     left += [limit - taken for limit, taken in found if limit != resource.RLIM_INFINITY]
-    if (in_container := container_memory.bytes_left()) is not None:
+    if (in_container := control_groups.bytes_left()) is not None:
         left.append(in_container)
     return max(min(left), 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 from passes.errors import BadInput
 from passes.filesystem.sqlite_table import SqliteFile, cache_folder
-from passes.hardware.cluster import available_cores
+from passes.hardware.control_groups import available_cores
 
 FILE_NAME = "measurements.sqlite"
 SCHEMA_VERSION = 1

@@ -4,11 +4,11 @@ import json
 import re
 from dataclasses import replace
 
-import psutil
 import pytest
 
 from passes.errors import BadInput
-from passes.hardware.cluster import Cluster, available_cores, builtin_devices, builtin_sheet
+from passes.hardware.cluster import Cluster, builtin_devices, builtin_sheet
+from passes.hardware.control_groups import available_cores, memory_bytes
 from passes.json_records import to_json
 
 
@@ -92,7 +92,7 @@ def test_local_cpu_ranks_share_the_machine():
     one, many = Cluster.local(1, "cpu"), Cluster.local(64 * available_cores(), "cpu")
     ranks = many.world_size
     assert (many.nodes, many.devices_per_node) == (1, ranks)
-    assert one.device.memory_bytes == psutil.virtual_memory().total
+    assert one.device.memory_bytes == memory_bytes()
     assert many.device.memory_bytes * ranks == pytest.approx(one.device.memory_bytes, rel=1e-3)
     assert one.device.peak("float32") == pytest.approx(available_cores() * builtin_sheet("cpu").device.peak("float32"))
     assert many.device.peak("float32") * ranks == pytest.approx(one.device.peak("float32"))

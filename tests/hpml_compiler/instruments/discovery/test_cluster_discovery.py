@@ -22,6 +22,7 @@ from hpml_compiler.instruments.discovery.peak_rates import MeasuredKernel, corre
 from passes.cost_model import RooflineCost
 from passes.errors import BadInput
 from passes.hardware.cluster import Cluster
+from passes.hardware.control_groups import memory_bytes
 from passes.hardware.device import builtin_sheet
 from passes.hardware.mesh import Mesh
 
@@ -42,7 +43,7 @@ def test_this_machine_has_a_cluster_that_reads_back(tmp_path):
     if not torch.cuda.device_count():
         assert found.device.kind == "cpu" and found.nodes == 1
         total = found.device.memory_bytes * found.world_size
-        assert total == pytest.approx(psutil.virtual_memory().total, rel=1e-3)
+        assert total == pytest.approx(memory_bytes(), rel=1e-3)
 
 
 def test_ranks_without_gpus_share_the_cores():

@@ -1,9 +1,10 @@
-"""Limits of control groups: folders of /sys/fs/cgroup -> bytes that are left."""
+"""Limits of control groups: folders of /sys/fs/cgroup -> bytes that are left, memory and cores."""
 from __future__ import annotations
 
+import psutil
 import pytest
 
-from hpml_compiler.runtime.process import container_memory, out_of_memory
+from passes.hardware import control_groups
 
 GIB, NONE = 1 << 30, 9223372036854771712
 V1 = {"limit": "memory.limit_in_bytes", "used": "memory.usage_in_bytes", "cached": "total_inactive_file"}
@@ -19,7 +20,7 @@ def _group(folder, names, limit, used, cached=0):
 
 def _left(tmp_path, memberships):
     (tmp_path / "cgroup").write_text(memberships)
-    return container_memory.bytes_left(tmp_path / "mounts", tmp_path / "cgroup")
+    return control_groups.bytes_left(tmp_path / "mounts", tmp_path / "cgroup")
 
 
 @pytest.mark.parametrize(("memberships", "root", "names"), [
@@ -44,8 +45,27 @@ def test_the_root_of_the_mount_is_the_group_of_a_container(tmp_path, memberships
     assert _left(tmp_path, memberships) == (GIB if memberships else None)
 
 
-def test_room_is_at_most_what_the_container_leaves(monkeypatch):
-    monkeypatch.setattr(container_memory, "bytes_left", lambda: 12345)
-    assert out_of_memory.room_bytes() == 12345
-    monkeypatch.setattr(container_memory, "bytes_left", lambda: None)
-    assert out_of_memory.room_bytes() > 12345
+def test_memory_is_that_of_the_tightest_limit(tmp_path):
+    files = {"mounts": tmp_path / "mounts", "memberships": tmp_path / "cgroup"}
+    files["memberships"].write_text("0::/pods/job\n")
+    whole = control_groups.memory_bytes(**files)
+    assert whole == psutil.virtual_memory().total
+    _group(files["mounts"] / "pods", V2, whole + GIB, GIB)
+    assert control_groups.memory_bytes(**files) == whole
+    _group(files["mounts"] / "pods" / "job", V2, GIB, GIB)
+    assert control_groups.memory_bytes(**files) == GIB
+
+
+@pytest.mark.parametrize(("memberships", "root", "written"), [
+    ("0::/pods/job\n", "", {"cpu.max": "{} 100000"}),
+    ("4:cpu,cpuacct:/pods/job\n", "cpu", {"cpu.cfs_quota_us": "{}", "cpu.cfs_period_us": "100000"})])
+def test_cores_are_as_many_whole_ones_as_the_quota_has(tmp_path, monkeypatch, memberships, root, written):
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 64)
+    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: [*range(64)])
+    group = tmp_path / "mounts" / root / "pods"
+    group.mkdir(parents=True)
+    (tmp_path / "cgroup").write_text(memberships)
+    for quota, cores in {"max": 64, "-1": 64, "250000": 2, "50000": 1, "9900000": 64}.items():
+        for name, text in written.items():
+            (group / name).write_text(text.format(quota))
+        assert control_groups.available_cores(tmp_path / "mounts", tmp_path / "cgroup") == cores, quota
