@@ -12,12 +12,13 @@ import torch
 
 
 class Location:
-    """A place in the program that all ranks reach: a half of a graph, the optimizer's step, a wait for a plan."""
+    """A place in the program that all ranks reach: a half of a graph, the optimizer's step, a wait for a plan. entered: how
+    often a rank came here from another place."""
 
-    __slots__ = ("what", "calls")
+    __slots__ = ("calls", "entered", "what")
 
     def __init__(self, what: str) -> None:
-        self.what, self.calls = what, 0
+        self.what, self.calls, self.entered = what, 0, 0
 
     def __str__(self) -> str:
         return f"{self.what}, call {self.calls}" if self.calls else self.what
