@@ -1,6 +1,7 @@
 """Memory and cores that control groups (cgroups, v1 and v2) leave to this process: the limits of containers and batch jobs."""
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,8 +34,7 @@ def memory_bytes(mounts: Path = MOUNTS, memberships: Path = MEMBERSHIPS) -> int:
 
 def available_cores(mounts: Path = MOUNTS, memberships: Path = MEMBERSHIPS) -> int:
     """Physical cores that this process may use; of a part of a core, one."""
-    process = psutil.Process()
-    logical = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1  # type: ignore
+    logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = [logical, psutil.cpu_count(logical=False) or logical]
     for folder, version in _folders("cpu", mounts, memberships):
         quota, period = (_text(folder / "cpu.max").split() or ["", ""]) if version == "v2" else (

@@ -1,6 +1,8 @@
 """Limits of control groups: folders of /sys/fs/cgroup -> bytes that are left, memory and cores."""
 from __future__ import annotations
 
+import os
+
 import psutil
 import pytest
 
@@ -61,7 +63,7 @@ def test_memory_is_that_of_the_tightest_limit(tmp_path):
     ("4:cpu,cpuacct:/pods/job\n", "cpu", {"cpu.cfs_quota_us": "{}", "cpu.cfs_period_us": "100000"})])
 def test_cores_are_as_many_whole_ones_as_the_quota_has(tmp_path, monkeypatch, memberships, root, written):
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 64)
-    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: [*range(64)])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(64)})
     group = tmp_path / "mounts" / root / "pods"
     group.mkdir(parents=True)
     (tmp_path / "cgroup").write_text(memberships)
