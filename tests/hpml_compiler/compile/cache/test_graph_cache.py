@@ -462,14 +462,15 @@ def smalls_in(rank: int, folders: dict[str, tuple[str, tuple[int, ...], int]]):
 
 
 def test_a_folder_that_cannot_be_used_costs_a_word(launch, first_small, folder, tmp_path):
-    """Each case has a folder of its own: a small entry may fit where larger ones did not."""
+    """Each case has a folder of its own. A full disk has no room for one page of SQLite: with more, it depends on what
+    the other rank wrote before."""
     results, kept = first_small
     shutil.copytree(kept, tmp_path / "damaged")
     for file in (tmp_path / "damaged").glob("graphs.sqlite-*"):
         file.unlink()
     (tmp_path / "damaged" / "graphs.sqlite").write_bytes(b"nothing of that kind" * 1000)
     (tmp_path / "file").write_text("")
-    folders = {"no room for files": (f"{tmp_path}/1", (0, 1), 4000), "no room for entries": (f"{tmp_path}/2", (1,), 30_000),
+    folders = {"no room": (f"{tmp_path}/1", (0, 1), 4000), "no room for rank 1": (f"{tmp_path}/2", (1,), 4000),
                "damaged": (f"{tmp_path}/damaged", (), 0), "in a file": (f"{tmp_path}/file/cache", (), 0), "none": ("", (), 0)}
     for rank, found in enumerate(launch(smalls_in, args=(folders,))):
         assert all(seen == results[rank][0] and not hits for seen, hits, _ in found.values())
