@@ -10,7 +10,8 @@ bounds is one, too, and the least part of it that a unit of work has, wherever i
 
 Where equal layers are cut evenly (`passes.solver.balanced_partition`), each stage takes at least as long as the rounded-down
 share of the layers, whatever is around them: a stage with less would take a layer from one that is slower by more than a layer.
-So ranks wait longer than in the best cut of all.
+So ranks wait longer than in the best cut of all. What comes after the last layer, such as a head and its loss, is not divided
+either: a rank has it besides whole layers.
 """
 from __future__ import annotations
 
@@ -74,6 +75,17 @@ def _weights(ranks: int, microbatches: int, virtual: int) -> list[list[float]]:
 def least_of_layers_us(layers_us: float, layers: int, ranks: int) -> float:
     """Some rank has at least the rounded-up share of equal layers, which take layers_us together."""
     return layers_us * math.ceil(layers / ranks) / layers if layers else 0.0
+
+
+def least_with_end_us(layers: int, layer_us: float, inner_us: float, end_us: float, ranks: int, idle_us: float,
+                      waited_us: float) -> float:
+    """Whole layers over ranks, of which the last one also has end_us, take no less. layer_us: of a layer; inner_us: of each
+    further one on the same rank. idle_us: the last rank is idle for as long, and for waited_us for each layer of others."""
+    def own_us(count: int) -> float:
+        return layer_us + (count - 1) * inner_us if count else 0.0
+
+    return min(max(own_us(count) + end_us + max(idle_us, (layers - count) * waited_us),
+                   own_us(math.ceil((layers - count) / (ranks - 1)))) for count in range(layers + 1))
 
 
 def _allows(us: float, work_us: float, through_us: float, stages: int, head: float) -> bool:

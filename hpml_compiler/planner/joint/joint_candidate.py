@@ -14,6 +14,7 @@ from passes.pipeline.least_step import (
     least_interleaved_us,
     least_of_layers_us,
     least_step_us,
+    least_with_end_us,
 )
 from passes.simulation.event_simulator import least_overlapped_us
 
@@ -49,11 +50,11 @@ class StageCost:
     """A stage mesh as if its ranks ran the full graph on the whole batch and saved everything. us: of the answer, of which
     parameter_us is communication of parameters and gradients, repeated_us the same with gathers in forward and again in
     backward, and compute_us computation, of which layers_us is that of the repeated layers, with the part forward_share in
-    forward; bound_us: no placements on this mesh take less. state_bytes: parameters, gradients and optimizer state, sharded
-    over all ranks but replicas; saved_bytes: all activations that backward reads; largest_bytes: of the largest value;
-    output_bytes: a rank's part of the outputs besides the loss, which a loop collects; parameter_bytes: of all parameters,
-    unsharded; accumulate_us: to add one microbatch's gradients of these. placed: False for an estimate from another mesh.
-    overlapped: of placements on this mesh."""
+    forward, and end_us the least after the last layer, up to its backward; bound_us: no placements on this mesh take less.
+    state_bytes: parameters, gradients and optimizer state, sharded over all ranks but replicas; saved_bytes: all
+    activations that backward reads; largest_bytes: of the largest value; output_bytes: a rank's part of the outputs besides
+    the loss, which a loop collects; parameter_bytes: of all parameters, unsharded; accumulate_us: to add one microbatch's
+    gradients of these. placed: False for an estimate from another mesh. overlapped: of placements on this mesh."""
 
     mesh: dict[str, int]
     us: float
@@ -66,6 +67,7 @@ class StageCost:
     compute_us: float = 0.0
     parameter_bytes: float = 0.0
     layers_us: float = 0.0
+    end_us: float = 0.0
     forward_share: float = 0.0
     repeated_us: float = 0.0
     accumulate_us: float = 0.0
@@ -84,16 +86,18 @@ class StageCost:
                        state_bytes=self.state_bytes * splits_of(self.mesh) / splits_of(mesh),
                        saved_bytes=self.saved_bytes * more, largest_bytes=self.largest_bytes * more,
                        output_bytes=self.output_bytes * more, compute_us=self.compute_us * more,
-                       layers_us=self.layers_us * more)
+                       layers_us=self.layers_us * more, end_us=self.end_us * more)
 
 
 @dataclass(frozen=True)
 class LeastWork:
     """The least computation of a step, on any mesh, if it were spread evenly over all ranks. us: of a rank, of which layers_us
-    is in repeated layers, of which forward is the part forward_share; layers: their number, 0 where they differ."""
+    is in repeated layers, of which forward is the part forward_share, and end_us after the last one; layers: their number, 0
+    where they differ."""
 
     us: float = 0.0
     layers_us: float = 0.0
+    end_us: float = 0.0
     forward_share: float = 0.0
     layers: int = 0
 
@@ -101,7 +105,8 @@ class LeastWork:
         """The least of these and one more mesh, of a stage of so many."""
         share = min(self.forward_share, cost.forward_share) if self.us else cost.forward_share
         return replace(self, us=min(self.us or math.inf, cost.compute_us / stages), forward_share=share,
-                       layers_us=min(self.layers_us if self.us else math.inf, cost.layers_us / stages))
+                       layers_us=min(self.layers_us if self.us else math.inf, cost.layers_us / stages),
+                       end_us=min(self.end_us if self.us else math.inf, cost.end_us / stages))
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,10 @@ class JointCandidate:
         fewest, inner_us = least.layers // stages, max(layer_us, self.cost.overlapped.layer_us)
         stages_us = [fewest * us for us in (layer_us, *[inner_us] * (stages - 2), layer_us)]
         waits_us = [0.0, *[least.forward_share * fewest * layer_us] * (stages - 1)] if splits else stages_us
-        return least_even_us(work_us, stages_us, waits_us, p, self.microbatches)
+        wait_us = least.forward_share * layer_us if splits else layer_us
+        return max(least_even_us(work_us, stages_us, waits_us, p, self.microbatches), least_with_end_us(
+            least.layers, layer_us, inner_us, p * least.end_us, p, (p - 1) * fewest * wait_us / self.microbatches,
+            wait_us / self.microbatches if schedule.virtual_stages == 1 else 0.0))
 
     def _of_all_cuts_us(self, work_us: float, splits: bool) -> float:
         """The least time over all cuts. Stages compute the layers and what is around them in order."""

@@ -25,7 +25,7 @@ from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.sharding.oracle.memory_model import MemoryModel
 from passes.sharding.search.mesh_placement import MeshPlacement
 from passes.sharding.search.mesh_search import SearchTables
-from passes.sharding.search.overlap_bound import OverlapShares, least_overlapped_us
+from passes.sharding.search.overlap_bound import OverlapShares, least_end_us, least_overlapped_us
 from passes.sharding.strategies.group_strategies import GroupStrategyCache
 from passes.simulation.rank_lanes import CONTENTION
 from passes.simulation.step_graph import StepGraph
@@ -75,14 +75,16 @@ class MeshCosts:
         cluster, budget = cluster_of_stage(self.cluster, stages), stages * memory_limit(options, self.cluster)
         own = options.model_copy(update={"mesh": mesh or None, "memory_budget": budget, "microbatches": 1, "recompute": {},
                                          "schedule": "auto", "virtual_stages": 1})
-        part, bounds = within if limit is None else limit.part(within.seconds), list[LeastOverlapped]()
+        part, bounds = within if limit is None else limit.part(within.seconds), list[tuple[LeastOverlapped, float]]()
         try:
             planned = plan_graph(self.annotated, own, cluster, lifetimes=MemoryModel(0.0), budget_bytes=budget,
                                  memos=SearchTables(joints=self.joints),
                                  allowance=part, quick=self.traces.quick,
                                  shorter=None if folded is None else folded.shorter,
                                  further=0 if folded is None else folded.further,
-                                 inspect=lambda placed, solver: bounds.append(self._bounds(placed, solver, stages, part)))
+                                 inspect=lambda placed, solver: bounds.append((
+                                     self._bounds(placed, solver, stages, part),
+                                     least_end_us(placed.problem, self._lists))))
         except Infeasible as error:
             self.refusal = self.refusal or error
             return None
@@ -93,13 +95,14 @@ class MeshCosts:
         step = step_graph(record, PlannedPrices(record))
         prices = MeshPrices(mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
         parameter_us, repeated_us = _parameter_us(step, record.parameters)
-        layers_us, forward_us = _layers_us(step, () if folded is None else folded.lists)
+        layers_us, forward_us = _layers_us(step, self._lists)
+        overlapped, end_us = bounds[0]
         return StageCost(
             mesh, record.predicted.step_time_us, record.solver.bound or 0.0,
             (2 + options.resident_states) * trained / splits_of(mesh), float(record.memory.activations), float(largest),
             self._output_bytes() / math.prod(mesh.values()), parameter_us,
-            record.predicted.compute_us, trained, layers_us, forward_us / layers_us if layers_us else 0.0, repeated_us,
-            copy(3.0 * trained / mesh.get(TENSOR_AXIS, 1), prices), overlapped=bounds[0])
+            record.predicted.compute_us, trained, layers_us, end_us, forward_us / layers_us if layers_us else 0.0,
+            repeated_us, copy(3.0 * trained / mesh.get(TENSOR_AXIS, 1), prices), overlapped=overlapped)
 
     def _bounds(self, placed: MeshPlacement, solver: SolverOptions, stages: int, limit: WorkLimit) -> LeastOverlapped:
         beside = CONTENTION[self.cluster.device.kind] - 1.0
@@ -109,6 +112,10 @@ class MeshCosts:
         inside, further = OverlapShares(beside, 0.0, 0.0), 0 if self.folded is None else self.folded.further
         return LeastOverlapped(least(OverlapShares(beside, 1.0)), least(inside),
                                least(inside, layers=True) / further if further else 0.0)
+
+    @property
+    def _lists(self) -> Sequence[str]:
+        return () if self.folded is None else self.folded.lists
 
     def _output_bytes(self) -> float:
         graph = self.annotated.graph

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from passes.graph.layouts import parse_layout
 from passes.graph.placement_graph import Value
-from passes.graph.step_phase import Phase
+from passes.graph.step_phase import FORWARD, Phase
 from passes.sharding.formulation.placement_problem import PlacementProblem
 from passes.sharding.formulation.problem_entities import EntityChoice
 from passes.sharding.pricing.decision_terms import collective
@@ -85,6 +85,38 @@ def edges_of_activations(problem: PlacementProblem) -> tuple[frozenset[int], fro
             found[edge] = found.get(edge, True) and _waits(problem, value, group, edge, phase)
     waited = frozenset(edge for edge, waits in found.items() if waits)
     return waited, frozenset(found) - waited
+
+
+def least_end_us(problem: PlacementProblem, lists: Sequence[str]) -> float:
+    """Least computation on a rank, over all placements, of what comes after the repeated layers of these lists in forward, and
+    before them in backward; 0 where that reads more than the layers, as then it may not stay together in a cut."""
+    graph = problem.graph
+    inside = {op.index for op in graph.operations if any(op.block.startswith(f"{path}.") for path in lists)}
+    learned = {value.index for value in graph.values if value.kind == "parameter"}
+    early, behind, back = set[int](), set[int](), set[int]()  # values
+    elsewhere, after = {*inside}, set[int]()  # operations
+    for op in graph.operations:
+        depends = not learned.isdisjoint(op.inputs)
+        learned.update(op.outputs if depends else ())
+        if op.index in inside:
+            (behind if op.phase == FORWARD else back).update(op.outputs)
+        elif op.phase == FORWARD and behind.isdisjoint(op.inputs):
+            if depends and any(graph.values[v].batch for v in op.inputs):
+                early.update(op.outputs)
+                elsewhere.add(op.index)
+        elif not early.isdisjoint(op.inputs) and back.isdisjoint(op.inputs):
+            return 0.0
+        elif op.phase == FORWARD:
+            behind.update(op.outputs)
+            after.add(op.index)
+        elif back.isdisjoint(op.inputs):
+            after.add(op.index)
+        else:
+            back.update(op.outputs)
+            elsewhere.add(op.index)
+    return sum(min(choice.cost for choice in problem.problem.entities[problem.entities.of_group[group.index]].choices)
+               for group in problem.groups if elsewhere.isdisjoint(group.operations)
+               and not after.isdisjoint(group.operations) and any(graph.values[v].batch for v in group.inputs))
 
 
 def _waits(problem: PlacementProblem, value: Value, group: int, edge: int, phase: Phase) -> bool:

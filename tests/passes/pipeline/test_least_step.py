@@ -10,6 +10,7 @@ from passes.pipeline.least_step import (
     least_interleaved_us,
     least_of_layers_us,
     least_step_us,
+    least_with_end_us,
 )
 from passes.pipeline.pipeline_schedule import make_schedule
 from passes.pipeline.pipeline_timeline import TimedStage, simulate_pipeline
@@ -103,6 +104,18 @@ def test_no_even_cut_of_equal_layers_takes_less(schedule, virtual, data):
     waits = [0.0, *[share * fewest] * (stages - 1)] if splits else [fewest] * stages
     bound = least_even_us(count * sum(own), [count * fewest] * stages, [count * each for each in waits], ranks, count)
     assert count * layers / ranks <= bound * (1 + 1e-9) and bound <= played * (1 + 1e-9)
+    wait = share if splits else 1.0
+    whole = least_with_end_us(layers, count, count, count * ends[1], ranks, (ranks - 1) * fewest * wait,
+                              wait if virtual == 1 else 0.0)
+    assert whole <= played * (1 + 1e-9)
+
+
+def test_a_rank_has_what_comes_after_the_layers_besides_whole_ones():
+    """96 layers and a third of one, over 32 ranks: 3 and the third. Two layers in place of the end would be 4 on others."""
+    assert least_with_end_us(96, 1.0, 1.0, 0.33, 32, 0.0, 0.0) == pytest.approx(3.33)
+    assert least_with_end_us(96, 1.0, 1.0, 1.5, 32, 0.0, 0.0) == 4.0, "its rank has two layers, another one four"
+    assert least_with_end_us(96, 1.0, 1.1, 0.33, 32, 0.2, 0.001) == pytest.approx(1.0 + 2.2 + 0.33 + 0.2)
+    assert least_with_end_us(96, 1.0, 1.0, 0.33, 32, 0.2, 0.005) == pytest.approx(3.33 + 0.465), "it waits for others"
 
 
 def test_even_stages_wait_as_long_as_they_are():

@@ -10,11 +10,17 @@ from passes.sharding.formulation.decision_decoder import decode
 from passes.sharding.oracle.cost_check import recompute_cost
 from passes.sharding.pricing.training_state import TrainingStateModel
 from passes.sharding.search.mesh_placement import MeshPlacement, solve_on_mesh
-from passes.sharding.search.overlap_bound import OverlapShares, edges_of_activations, least_overlapped_us, overlapped
+from passes.sharding.search.overlap_bound import (
+    OverlapShares,
+    edges_of_activations,
+    least_end_us,
+    least_overlapped_us,
+    overlapped,
+)
 from passes.simulation.rank_lanes import one_lane
 from passes.solver.ilp_search import solve
 from tests.helpers.axes import axes_of
-from tests.passes.graphs import Prices
+from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.sharding.decision_step_graph import step_graph
 from tests.passes.sharding.formulation.test_placement_problem import training_step
 from tests.passes.sharding.grouping.test_group_symmetry import layers
@@ -66,3 +72,21 @@ def test_nothing_runs_beside_what_the_next_operation_waits_for():
     assert [waits[name] for name in names] == [False, True, True, True], "x comes from another block"
     assert not waits["shared:value_1"] and not waits["op_13"]
     assert not any(entities[edges[e].source].kind == "parameter" for e in waited | beside)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_what_comes_after_the_layers_stays_together(skips):
+    """The last operations count; if they read the entry, too, a cut may divide them."""
+    b = Builder()
+    x = entry = b.call(aten.mm.default, V(b.input((8, 4))), V(b.input((4, 4), "parameter")))
+    for k in range(3):
+        b.block = f"net.layers.{k}"
+        x = b.call(aten.mm.default, V(x), V(b.input((4, 4), "parameter")))
+    b.block = ""
+    x = b.call(aten.mm.default, V(x), V(b.input((4, 16), "parameter")))
+    if skips:
+        b.call(aten.mul.Tensor, V(x), V(b.call(aten.mm.default, V(entry), V(b.input((4, 16), "parameter")))))
+    answer = solve_on_mesh(b.finish([len(b.values) - 1]), device_axes({"x": 2}), EVEN)
+    assert isinstance(answer, MeshPlacement)
+    found = least_end_us(answer.problem, ["net.layers"])
+    assert found == 0.0 if skips else 512.0 < found < 600.0, "half of its 1024 FLOPs, at 1 us each, and a launch"
