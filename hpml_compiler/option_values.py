@@ -73,6 +73,11 @@ def outer_states(options: Any) -> int:
     return 2 if options.local_steps and options.outer_optimizer != AVERAGE else 0
 
 
+def equal_ranks(options: Any) -> int:
+    """Number of ranks along dp with equal numbers of rows; 1 where the option gives others."""
+    return 1 if "dp" in options.rows else (options.mesh or {}).get("dp", 1)
+
+
 def needs_stages(mesh: Mapping[str, int] | None, schedule: str, virtual_stages: int) -> bool:
     """True if a schedule of stages is pinned, but no number of stages."""
     return (mesh or {}).get("pp", 1) == 1 and (schedule != "auto" or virtual_stages > 1)
@@ -159,9 +164,6 @@ def _check_rows(rows: Mapping[str, tuple[int, ...]] | str, others: Mapping[str, 
     if isinstance(rows, str):
         return
     mesh = others.get("mesh") or {}
-    if mesh.get("pp", 1) > 1 and (others.get("memory_budget") is not None or others.get("recompute")):
-        raise ValueError("pipeline stages choose what they save for equal numbers of rows: leave rows, or memory_budget and "
-                         "recompute, out")
     for axis, counts in rows.items():
         if mesh.get(axis) != len(counts):
             raise ValueError(f"it has {len(counts)} numbers of rows for the axis {axis!r}, but the mesh is "

@@ -198,9 +198,7 @@ class Options(BaseModel):
     @property
     def row_weights(self) -> FrozenMap[str, tuple[int, ...]] | None:
         """Proportions of the ranks' numbers of rows by axis, equal by default; None where only equal numbers are possible."""
-        if self.rows == "whole" or self.stage_ranks > 1 and self.chooses_saved:
-            return None
-        return FrozenMap({} if isinstance(self.rows, str) else self.rows)
+        return None if self.rows == "whole" else FrozenMap({} if isinstance(self.rows, str) else self.rows)
 
     @property
     def axis_compression(self) -> FrozenMap[str, str]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from hpml_compiler.option_values import equal_ranks
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.few_layer_trace import (
     LONG,
@@ -174,7 +175,7 @@ def _annotate(traced: JointTrace, options: Options) -> AnalyzedGraph:
 
 def fitting_rows(traced: JointTrace, options: Options) -> int:
     """Number of microbatches for its rows."""
-    return fitting_microbatches(_shapes_of_batch(traced), options.microbatches, (options.mesh or {}).get("dp", 1))
+    return fitting_microbatches(_shapes_of_batch(traced), options.microbatches, equal_ranks(options))
 
 
 def _shapes_of_batch(traced: JointTrace) -> list[torch.Size]:

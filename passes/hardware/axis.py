@@ -58,6 +58,11 @@ Axes = tuple[Axis, ...]
 """Axes of a layout, in order: one placement on each."""
 
 
+def fullest_rank(axes: Axes) -> tuple[int, ...]:
+    """Coordinates of the first rank with most rows."""
+    return tuple(axis.fullest for axis in axes)
+
+
 def device_axes(sizes: Mapping[str, int]) -> Axes:
     """Device axes, as a plan or a pin names them: `{"dp": 2, "tp": 4}`."""
     return tuple(Axis(name, size) for name, size in sizes.items())

@@ -89,7 +89,6 @@ def test_optimizer_states_are_those_torch_keeps():
     ({"rows": "dp=5+x", "mesh": {"dp": 2}}, "a positive number of rows for each rank"),
     ({"rows": {"tp": [5, 3]}, "mesh": {"tp": 2}}, "give the rows along dp"),
     ({"rows": {"dp": [5, 3]}, "mesh": {"dp": 2}, "microbatches": 2}, "do not divide into 2 microbatches"),
-    ({"rows": {"dp": [5, 3]}, "mesh": {"dp": 2, "pp": 2}, "memory_budget": "1GiB"}, "for equal numbers of rows"),
     ({"rows": {"pp": [5, 3]}, "mesh": {"dp": 2, "pp": 2}}, "give the rows along dp"),
     ({"rows": "odd"}, "'even' or 'whole'"),
     ({"redundancy": -1}, "a number of at least 0, got -1"),

@@ -12,6 +12,7 @@ from hpml_compiler.compile.decide.plan_entry import PlanEntry
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
 from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
+from hpml_compiler.option_values import equal_ranks
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.memory_budget import StepContext
 from hpml_compiler.planner.step_decision import DecidedStep, StepDecision
@@ -75,5 +76,5 @@ class DecidedGraph:
         if options.microbatches == 1 or self.stages is None and not torch.is_grad_enabled():
             return 1
         shapes = [x.shape for x, its in zip(inputs.examples, inputs.described, strict=True) if its.kind == "batch"]
-        ranks = world_size() if inputs.rows else (options.mesh or {}).get("dp", 1)
+        ranks = world_size() if inputs.rows and isinstance(options.rows, str) else equal_ranks(options)
         return fitting_microbatches(shapes, options.microbatches, ranks, speaks=this_rank() == 0)

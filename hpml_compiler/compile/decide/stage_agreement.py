@@ -17,6 +17,7 @@ from hpml_compiler.runtime.watchdog.store_wait import wait_for_all
 from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.errors import HpmlError, Infeasible
+from passes.hardware.axis import device_axes, fullest_rank
 
 StageSplits = Mapping[int, StageSplit]
 
@@ -25,7 +26,9 @@ def agreed_splits(problem: StepProblem, cut: StagedStep, planned: PlanResult | N
                   given: GraphPlan | None) -> tuple[tuple[CheckpointDecision, ...], StageSplits, GraphMemory]:
     """The decisions of all stages, how this rank's stages are split, and the memory of the fullest rank. cut: the problem's
     graph in stages. A step that is compiled again, for gradients at other outputs, is not refused any more."""
-    found, (place, decides) = StageCheckpointing.of(problem, cut, planned, mesh.groups()), mesh.place()
+    groups, place = mesh.groups(), mesh.place()
+    found = StageCheckpointing.of(problem, cut, planned, groups)
+    decides = groups.coordinates == fullest_rank(device_axes(mesh.axes) if planned is None else planned.decision.axes)
     kept = agreed_decisions(found, place, decides, problem.traced is not None, given)
     return kept, {k: found.split(k, kept[k]) for k in cut.stages_of(place)}, found.fullest(kept)
 
@@ -33,8 +36,8 @@ def agreed_splits(problem: StepProblem, cut: StagedStep, planned: PlanResult | N
 def agreed_decisions(found: StageCheckpointing, place: int, decides: bool, strict: bool,
                      given: GraphPlan | None = None) -> tuple[CheckpointDecision, ...]:
     """The decisions of all stages, the same on all ranks. place: of this rank in the pipeline. decides: whether it is the one
-    of the ranks that share its stages which decides. given: a saved plan to apply. Raises the error of one rank on all: where
-    stages do not fit, Infeasible with the budget that all of them need."""
+    of the ranks that share its stages which decides, one with most rows. given: a saved plan to apply. Raises the error of one
+    rank on all: where stages do not fit, Infeasible with the budget that all of them need."""
     own: tuple[CheckpointDecision, ...] | HpmlError | None = None
     if decides:
         try:

@@ -37,10 +37,9 @@ class PipelineMesh:
         return MeshGroups(device_axes(self.axes), tuple(mesh.get_local_rank(name) for name in self.axes),
                           session.names_of_groups(mesh, self.axes))
 
-    def place(self) -> tuple[int, bool]:
-        """This rank's place in the pipeline, and whether it is the first of the ranks that share its stages."""
-        mesh = session.current().device_mesh(self.sizes)
-        return mesh.get_local_rank(PP_AXIS), all(mesh.get_local_rank(name) == 0 for name in self.axes)
+    def place(self) -> int:
+        """This rank's place in the pipeline."""
+        return session.current().device_mesh(self.sizes).get_local_rank(PP_AXIS)
 
     def over_all(self, layout: Layout) -> Layout:
         """The layout over all axes of the mesh, replicated along `pp`."""

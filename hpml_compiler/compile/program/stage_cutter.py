@@ -52,7 +52,7 @@ class StageCutter:
         self.place = session.current().device_mesh(options.mesh or {}).get_local_rank(PP_AXIS)
         self.table = schedule_of(options, microbatches)
         self.alike = alike
-        if alike:
+        if alike or keep is not None:  # which values are saved is told by name
             same_graph(lambda: structure_of(self.loop.body))
         self.staged = self._staged()
         times = self.staged.stages.time_us  # of one microbatch

@@ -40,7 +40,7 @@ def outputs_in_stages(takes: RuntimeMetadata, found: tuple[StageOutput, ...], ow
                       annotated: AnalyzedGraph, mesh: PipelineMesh) -> RuntimeMetadata:
     """The metadata with the outputs that stay where they are made, and their gradients. found: before the rewrite; annotated:
     after it. owners: number of an output -> the only rank along `pp` that has it."""
-    place, _ = mesh.place()
+    place = mesh.place()
     tangents = [node for node in annotated.gm.graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
     numbers = {node.name: k for k, node in enumerate(tangents)}
     outputs, arriving = [], []

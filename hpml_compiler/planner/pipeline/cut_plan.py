@@ -51,7 +51,7 @@ from passes.graph.decision import MicrobatchPlacement
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
 from passes.graph.loops.loop_parts import LoopSplit
-from passes.hardware.axis import device_axes
+from passes.hardware.axis import device_axes, fullest_rank
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
 from passes.pipeline.pipeline_schedule import PipelineSchedule
@@ -212,9 +212,11 @@ def _peaks(record: GraphPlan, memory: Sequence[GraphMemory]) -> list[int]:
 def _staged(gm: GraphModule, step: StepProblem, planned: PlanResult | None, times: MicrobatchPlacement | None, stages: int,
             starts: tuple[str, ...], repeats: LoopGathers, ranks: tuple[int, ...] = (),
             ) -> tuple[LoopSplit, StagedBody, MeshGroups]:
-    """The loop and the stages of a graph, which gets its loop markers as on the first rank of a stage, with its groups."""
+    """The loop and the stages of a graph, which gets its loop markers as on the rank of a stage with most rows, with its
+    groups."""
     annotated, axes = step.annotated, device_axes(planned.mesh if planned is not None else {})
-    groups = MeshGroups(axes, (0,) * len(axes), tuple(f"planned_{axis.name}" for axis in axes))
+    groups = MeshGroups(axes, fullest_rank(axes if planned is None else planned.decision.axes),
+                        tuple(f"planned_{axis.name}" for axis in axes))
     mark_loop(gm, annotated.graph, planned and planned.decision, times, groups, step.outputs,
               range(step.outputs, len(returned_nodes(gm))), step.options.compiler == "inductor", repeats)
     loop = split_at_markers(gm, step.outputs)

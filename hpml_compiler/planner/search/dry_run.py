@@ -18,7 +18,7 @@ from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.graph.decision import MicrobatchPlacement
 from passes.graph.graph_copy import copy_graph
-from passes.hardware.axis import device_axes
+from passes.hardware.axis import device_axes, fullest_rank
 from passes.hardware.mesh import mesh_from_pin
 from passes.presets import after_planning, building_storage_program
 from passes.sharding.loop_gathers import ONCE, LoopGathers
@@ -89,8 +89,7 @@ class DryRun:
     def problem(self, planned: PlanResult, ahead: bool = True) -> CheckpointProblem:
         """The rewritten graph's problem. ahead: with all-gathers that overlap the previous block, which take more memory."""
         step, gm, axes = self.step, copy_graph(self.step.annotated.gm), device_axes(planned.mesh)
-        fullest = tuple(axis.fullest for axis in planned.decision.axes)
-        groups = MeshGroups(axes, fullest, tuple(f"trial_{axis.name}" for axis in axes))
+        groups = MeshGroups(axes, fullest_rank(planned.decision.axes), tuple(f"trial_{axis.name}" for axis in axes))
         share, name, builder = self.sharing.share_of(self.memory(planned)), planned.record.name, self.builder(planned, groups)
         if self.times is not None:
             loop = loop_of(gm, step.annotated.graph, planned.decision, self.times, groups, step.outputs, step.kept_gradients,

@@ -1,7 +1,8 @@
 """Collectives between shards of different sizes: rows of the batch along an axis whose ranks have unequal numbers of them.
 
 A local tensor is seen as (before, own, after) around the split factor. all_gather and reduce_scatter move parts of the size of
-the largest, padded with zeros, and cut the padding off; all_to_all takes the sizes as they are.
+the largest, padded with zeros, and cut the padding off; all_to_all takes the sizes as they are. All ranks make the same calls,
+so that nodes have the same names on all: by these they agree which values they save for backward.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -40,8 +41,8 @@ class UnequalParts:
         most, n = max(self.sizes), len(self.sizes)
         after = _elements(x) // (self.before * self.sizes[self.own])
         padded = _padded(insert, reshape(insert, x, [self.before, self.sizes[self.own], after]), most)
-        moved = _wait(insert, c10d.all_gather_into_tensor.default, _packed(insert, padded), n, name)
-        parts = [_cut(insert, insert(aten.slice.Tensor, moved, 0, k * self.before, (k + 1) * self.before), 0, size, most)
+        moved = _wait(insert, c10d.all_gather_into_tensor.default, packed_copy(insert, padded), n, name)
+        parts = [_cut(insert, insert(aten.slice.Tensor, moved, 0, k * self.before, (k + 1) * self.before), 0, size)
                  for k, size in enumerate(self.sizes)]
         return insert(aten.cat.default, parts, 1)
 
@@ -49,14 +50,14 @@ class UnequalParts:
         """The parts of a whole factor, each as (before, its size, after)."""
         whole = sum(self.sizes)
         x = reshape(insert, x, [self.before, whole, _elements(x) // (self.before * whole)])
-        return [_cut(insert, x, start, size, whole) for start, size in zip(self.starts, self.sizes)]
+        return [_cut(insert, x, start, size) for start, size in zip(self.starts, self.sizes)]
 
     def scattered(self, insert: CallInserter, x: Node, name: str) -> Node:
         """The sum over the ranks of this rank's part, as (before, own, after)."""
         most = max(self.sizes)
         parts = insert(aten.cat.default, [_padded(insert, part, most) for part in self.split(insert, x)], 0)
         part = _wait(insert, c10d.reduce_scatter_tensor.default, parts, "sum", len(self.sizes), name)
-        return _cut(insert, part, 0, self.sizes[self.own], most)
+        return _cut(insert, part, 0, self.sizes[self.own])
 
 
 def exchanged(insert: CallInserter, x: Node, source: UnequalParts, target: UnequalParts, name: str) -> Node:
@@ -91,16 +92,11 @@ def _elements(x: Node) -> int:
 
 
 def _padded(insert: CallInserter, x: Node, size: int) -> Node:
-    own = int(x.meta["val"].shape[1])
-    return x if own == size else insert(aten.constant_pad_nd.default, x, [0, 0, 0, size - own], 0)
+    return insert(aten.constant_pad_nd.default, x, [0, 0, 0, size - int(x.meta["val"].shape[1])], 0)
 
 
-def _cut(insert: CallInserter, x: Node, start: int, size: int, whole: int) -> Node:
-    return x if size == whole else insert(aten.slice.Tensor, x, 1, start, start + size)
-
-
-def _packed(insert: CallInserter, x: Node) -> Node:
-    return x if x.meta["val"].is_contiguous() else packed_copy(insert, x)
+def _cut(insert: CallInserter, x: Node, start: int, size: int) -> Node:
+    return insert(aten.slice.Tensor, x, 1, start, start + size)
 
 
 def _wait(insert: CallInserter, target: Any, *args: Any) -> Node:

@@ -82,6 +82,9 @@ def on_ranks(rank: int, cases: dict[str, tuple[int, dict[str, Any], str]]) -> di
         worst = max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(seen, expected, strict=True))
         graph, table = hpml_compiler.last_plan().graphs[0], hpml_compiler.last_plan().table(120)
         assert f"rows {'+'.join(map(str, graph.rows_by_rank['dp']))}" in table
+        kept = [graph.kept] if graph.pipeline is None else [stage.kept for stage in graph.pipeline.stages]
+        if {"memory_budget", "recompute"} & {*options}:
+            assert any(each.again for each in kept if each is not None), name
         found[name] = worst, dict(graph.rows_by_rank), any(
             "S(0)" in layout for each in graph.operations.values() for layout in each.outputs)
     return found
@@ -90,12 +93,14 @@ def on_ranks(rank: int, cases: dict[str, tuple[int, dict[str, Any], str]]) -> di
 @pytest.mark.parametrize("world, cases", [
     (2, {
         "7 + 1, loss outside": (8, {"mesh": {"dp": 2}, "rows": {"dp": [7, 1]}}, "outside"),
-        "6 + 2, microbatches": (8, {"mesh": {"dp": 2}, "rows": {"dp": [6, 2]}, "microbatches": 2}, ""),
+        "6 + 2, microbatches": (
+            8, {"mesh": {"dp": 2}, "rows": {"dp": [6, 2]}, "microbatches": 2, "memory_budget": 150_000}, ""),
         "3 + 5, ZeRO-3, distributed": (8, {"mesh": {"dp": 2}, "rows": {"dp": [3, 5]}, "zero": 3}, "distributed"),
     }),
     (4, {
         "5 + 3, tp": (8, {"mesh": {"dp": 2, "tp": 2}, "rows": {"dp": [5, 3]}}, "outside distributed"),
-        "4 + 2, stages": (6, {"mesh": {"pp": 2, "dp": 2}, "rows": {"dp": [4, 2]}, "microbatches": 2}, ""),
+        "4 + 2, stages": (6, {"mesh": {"pp": 2, "dp": 2}, "rows": {"dp": [4, 2]}, "microbatches": 2, "recompute": "full"}, ""),
+        "2 + 6, stages": (8, {"mesh": {"pp": 2, "dp": 2}, "rows": {"dp": [2, 6]}, "memory_budget": 130_000}, ""),
         "3 + 3 + 2 + 2": (10, {"mesh": {"dp": 4}, "zero": 2}, ""),
     }),
 ], ids=["2 ranks", "4 ranks"])
