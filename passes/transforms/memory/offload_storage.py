@@ -6,9 +6,11 @@ is freed with the last tensor on it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
+import resource
 import tempfile
 import weakref
 from collections.abc import Sequence
@@ -69,12 +71,23 @@ def _map(handle: int, nbytes: int) -> torch.UntypedStorage:
     thousand."""
     address = _c().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, handle, 0)
     if address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        raise _not_mapped(nbytes, ctypes.get_errno())
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     maps = state_of(_MappedFiles)
     maps.add(address)
     weakref.finalize(memory, _unmap, maps, address, nbytes).atexit = False  # tensors may outlive Python's modules
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _not_mapped(nbytes: int, code: int) -> HpmlError:
+    """The error for a file that has its space on disk, but no addresses."""
+    limit, what = resource.getrlimit(resource.RLIMIT_AS)[0], f"{nbytes} bytes of offloaded values cannot be mapped"
+    if code == errno.ENOMEM and limit != resource.RLIM_INFINITY:
+        return HpmlError(f"{what}: with them, the addresses of this process exceed its limit of {limit} bytes, which counts "
+                         "mapped files although they take no memory", "RLIMIT_AS (ulimit -v)",
+                         "raise the limit, or bound memory by a control group instead; or leave offload out")
+    return HpmlError(f"{what}: {os.strerror(code)}", "mmap",
+                     "see vm.max_map_count and vm.overcommit_memory of this machine; or leave offload out")
 
 
 def _unmap(maps: _MappedFiles, address: int, nbytes: int) -> None:

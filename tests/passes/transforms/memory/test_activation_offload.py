@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.errors import HpmlError
 from passes.presets import rematerializing
+from passes.transforms.memory import offload_storage
 from passes.transforms.memory.offload_ops import FETCH_START, OFFLOAD_START, OFFLOAD_WAIT
 from tests.passes.transforms.memory.test_rematerialization import Residual, inputs_of, run, traced
 
@@ -130,7 +132,7 @@ def test_memory_elsewhere_is_free_when_nobody_holds_the_handle(tmp_path):
     assert maps() == before
 
 
-def test_a_full_disk_is_an_error_that_says_so(tmp_path, monkeypatch):
+def test_a_full_disk_and_a_limit_of_addresses_are_errors_that_say_so(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -138,6 +140,16 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path, monkeypatch):
     with pytest.raises(HpmlError, match="cannot be offloaded to a file: No space left on device") as caught:
         away(torch.ones(1 << 16), str(tmp_path))
     assert "offload_folder" in str(caught.value) and not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    monkeypatch.setattr(offload_storage, "_take_space", lambda *_: None)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, limits[1]))
+    try:
+        with pytest.raises(HpmlError, match=f"{1 << 41} bytes .* exceed its limit of {1 << 40} bytes") as caught:
+            offload_storage.reserve(1 << 41, torch.device("cpu"), str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert "ulimit -v" in caught.value.where and "control group" in caught.value.next_step
     with pytest.raises(HpmlError, match="cannot create a file"):
         away(torch.ones(4), str(tmp_path / "none"))
 
