@@ -144,13 +144,11 @@ def _check_local_steps(local_steps: Mapping[str, int], others: Mapping[str, Any]
     if axis != BETWEEN and axis not in mesh:
         raise ValueError(f"{axis!r} is no axis of the mesh ({', '.join(mesh) or 'not set'}): pin it, as in "
                          f'"mesh": {{{axis!r}: 2}}')
-    if mesh.get("pp", 1) > 1:
-        raise ValueError("pipeline stages are not trained apart: use a mesh without pp")
     if axis in others.get("rows", ()) and not isinstance(others["rows"], str):
         raise ValueError(f"replicas have equal numbers of rows: leave {axis!r} out of rows")
     if axis in others.get("compress", ()):
         raise ValueError(f"no gradients are sent along {axis!r}, so that none can be compressed: leave it out of compress")
-    if others.get("zero") in (1, 2, 3) and axis in mesh and not set(mesh) - {axis, "tp"}:
+    if others.get("zero") in (1, 2, 3) and axis in mesh and not set(mesh) - {axis, "tp", "pp"}:
         raise ValueError(f"replicas along {axis!r} keep whole parameters, so that zero={others['zero']} needs another axis: "
                          "add one to the mesh, or leave zero out")
 

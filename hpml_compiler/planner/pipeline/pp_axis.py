@@ -63,9 +63,6 @@ def cluster_of_stage(cluster: Cluster, stages: int) -> Cluster:
 
 def options_of_stage(options: Options) -> Options:
     """Options for planning the ranks of one stage, as if they ran the full graph."""
-    if options.local_steps:
-        raise BadInput("pipeline stages are not trained apart", "options['local_steps']",
-                       "pin a mesh without pp, or leave local_steps out")
     mesh, budget = options.mesh or {}, options.memory_budget
     update: dict[str, Any] = {"mesh": axes_of_stage(mesh)} if is_split(mesh) else {"mesh": None, "plan": None}
     if isinstance(budget, int):  # as the memory of these devices, of which a fraction is taken

@@ -19,6 +19,7 @@ from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor, place_like
 from hpml_compiler.runtime.optimizer.replica_averages import OuterState, ReplicaAverages
 from hpml_compiler.runtime.optimizer.resident_memory import local
 from hpml_compiler.runtime.placements.inner_shard import InnerShard
+from hpml_compiler.runtime.placements.single_rank_placement import SingleRank, is_owner
 from hpml_compiler.runtime.placements.unsharded_params import invalidate
 from passes import compat
 from passes.graph.fx_nodes import memory_of
@@ -67,13 +68,16 @@ def _stacked(tensor: PlacedTensor, axis: str, size: int) -> PlacedTensor:
     with compat.plain_torch_functions():
         like = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device="meta")
         spec = compat.dtensor_spec(mesh, placements, like)
-        return compat.make_dtensor(PlacedTensor, tensor._local_tensor.detach()[None], spec)
+        part = tensor._local_tensor.detach()[None]
+        return compat.make_dtensor(PlacedTensor, part if is_owner(mesh, placements) else part[:0], spec)
 
 
 def _one_dim_on(placement: Placement) -> Placement:
     if isinstance(placement, InnerShard):
         return InnerShard(placement.dim + 1, placement.outer)
-    return Shard(placement.dim + 1) if isinstance(placement, Shard) else Replicate()
+    if isinstance(placement, Shard):
+        return Shard(placement.dim + 1)
+    return placement if isinstance(placement, SingleRank) else Replicate()
 
 
 @dataclass

@@ -176,16 +176,17 @@ def on_ranks(rank: int, names: list[str]) -> dict[str, float]:
     return found
 
 
-def resumed(rank: int, folder: str) -> tuple[list[float], list[float], int]:
+def resumed(rank: int, folder: str, options: dict[str, Any]) -> tuple[list[float], list[float], float, int]:
     """Losses and parameters after step 3 of 7 of one run, and of another that resumes from its checkpoint of that step, in the
-    middle between two averages; and the bytes that gradients send."""
+    middle between two averages; how far the first losses are from those of plain replicas; the bytes that gradients send."""
     torch.set_default_dtype(torch.float64)
-    runs, sent = [], SentBytes()
+    runs, losses, sent = [], list[float](), SentBytes()
+    expected = simulated("nesterov", False, options["mesh"]["dp"])
     for stops in (False, True):
         fresh()
         model = Net()
         optimizer = optimizer_of(model)
-        call = torch.compile(model, backend="hpml", options=OPTIONS | {"outer_optimizer": "nesterov"})
+        call = torch.compile(model, backend="hpml", options=OPTIONS | {"outer_optimizer": "nesterov"} | options)
         checkpointer = hpml_compiler.Checkpointer(folder, model, optimizer, background=False)
         first, seen = checkpointer.resume() if stops else 0, []
         for step in range(first, 7):
@@ -194,19 +195,29 @@ def resumed(rank: int, folder: str) -> tuple[list[float], list[float], int]:
             with sent:
                 loss.backward()
             optimizer.step()
+            losses.append(float(loss.detach()))
             seen += [float(loss.detach()), *(float(local(p).norm()) for p in model.parameters())] if step >= 3 else []
             if step == 2:
                 checkpointer.save(2)
         checkpointer.close()
         runs.append(seen)
-    return runs[0], runs[1], sent.total
+    each = len(expected) // STEPS
+    apart = max(abs(loss - float(other)) for loss, other in zip(losses, expected[::each]))
+    return runs[0], runs[1], apart, sent.total
+
+
+def both_resumed(rank: int, folder: str) -> list[tuple[list[float], list[float], float, int]]:
+    return [resumed(rank, f"{folder}/{k}", options) for k, options in enumerate(
+        ({"mesh": {"dp": 4}}, {"mesh": {"pp": 2, "dp": 2}, "microbatches": 2}))]
 
 
 def test_a_checkpoint_has_what_replicas_have_of_their_own(launch, tmp_path):
-    for whole, again, sent in launch(resumed, args=(str(tmp_path / "run"),)):
-        assert len(whole) == len(again) > 4
-        assert max(abs(a - b) for a, b in zip(whole, again, strict=True)) < 1e-12
-        assert sent == 0
+    for whole, stages in launch(both_resumed, 4, (str(tmp_path / "run"),)):
+        assert whole[-1] == 0, "no gradients are sent"
+        for once, again, apart, _ in (whole, stages):
+            assert len(once) == len(again) > 4
+            assert max(abs(a - b) for a, b in zip(once, again, strict=True)) < 1e-12
+            assert apart < 1e-12
 
 
 def test_replicas_train_as_plain_ones(launch):
