@@ -30,8 +30,9 @@ share of the peak in all libraries; attention ranges from a tenth (scores throug
 EFFICIENCIES = ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
 LINKS = ("intra_node.efficiency", "inter_node.efficiency")
 
-NO_LIMIT_BYTES = 10**15
-"""More memory than any device has."""
+NO_LIMIT_BYTES = 10**14
+"""More memory than any device has. It is a limit, other than that of plans which leave saved activations to the partitioner:
+rows may say what is recomputed."""
 
 StepTime = Callable[[Plan, Cluster, MeasuredRow], float]
 """(plan of a row, its cluster with trial parameters, the row) -> seconds per step."""

@@ -40,6 +40,19 @@ def products():
 
 def pointwise():
     return Wide(512, True), (torch.zeros(1 << 15, 512),)
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64)) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+def layers():
+    return Deep(), (torch.zeros(512, 64),)
 '''
 
 
@@ -81,6 +94,16 @@ def test_the_command_finds_the_efficiencies_that_the_steps_were_made_with(folder
     assert {name: getattr(saved, name) for name in TRUE} == pytest.approx(fitted)
     assert "calibrated on products, pointwise" in saved.source
     assert Cluster.parse(f"1x2:{folder / 'fitted.json'}").device == saved
+
+
+def test_what_a_row_recomputes_takes_time(folder):
+    saved, recomputed = (plan_row(MeasuredRow(
+        name=how, target=f"{folder / 'models.py'}:layers", cluster=f"1x2:{folder / 'toy.json'}", mesh={"dp": 2}, seconds=1.0,
+        options={"recompute": how})) for how in ("none", "full"))
+    longer_us = recomputed.predicted.step_time_us - saved.predicted.step_time_us
+    little_us, again_us = (plan.graphs[0].predicted.again_us for plan in (saved, recomputed))
+    assert again_us - little_us == pytest.approx(longer_us) and again_us > 100 * little_us
+    assert recomputed.memory.activations < saved.memory.activations
 
 
 def test_the_table_names_rows_and_parameters(folder):
