@@ -4,9 +4,10 @@
     python benchmarks/hand_tuned.py all --seconds 200        # the targets of tuned_models.py, one line each
 
 The grid is stages x tensor x data x microbatches x schedule x recompute x ZeRO, each point planned on its own, in the order of
-estimates. Not planned are points that a lower bound shows to be slower than the best so far: the bound of the search, and the
-layers' forward once more where everything is recomputed; points whose parameters, or saved values if all ranks of a stage share
-them evenly, do not fit; and those after `--most` or `--seconds`, which are counted as `left`.
+estimates; where two points of a mesh and recomputation did not fit, others of it come last. Not planned are points that a lower
+bound shows to be slower than the best so far: the bound of the search, and the layers' forward once more where everything is
+recomputed; points whose parameters, or saved values if all ranks of a stage share them evenly, do not fit; and those after
+`--most` or `--seconds`, which are counted as `left`.
 `ratio`: step time of the unpinned plan, simulated with overlap, over the best of the points that fit; `objective_ratio`:
 without overlap; `schedules`: time of the played schedule over (m - 1) * slowest rank + sum of stages, least and largest.
 """
@@ -17,8 +18,8 @@ import itertools
 import json
 import time
 import traceback
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ SCHEDULES = (OpenSchedule("gpipe"), OpenSchedule("1f1b"), OpenSchedule("interlea
 LEAST_AGAIN = 0.6
 """Part of the layers' forward that is computed again at least where blocks save their inputs alone: their last products are
 not."""
+MISSES = 2
+"""Points of a mesh and recomputation that do not fit, after which others of it come last."""
 KEPT = {"none": 1.0, "selective": 0.7, "full": 0.1}
 """Rough part of the saved bytes that remains: for the order of the points alone."""
 
@@ -84,6 +87,10 @@ class PinnedPoint:
         return cost.state_bytes / candidate.stages + (0.5 * saved if self.recompute == "none" else 0.0)
 
     @property
+    def family(self) -> Hashable:
+        return tuple(self.candidate.mesh.items()), self.recompute
+
+    @property
     def us(self) -> float:
         """Estimated time; with what does not fit last."""
         candidate = self.candidate
@@ -106,7 +113,8 @@ class PinnedPoint:
 @dataclass
 class PinnedGrid:
     """found: simulated µs, µs without overlap, the point and its plan. refused: point -> message. broken: the same for errors
-    that no user should see. left: points that are neither planned nor ruled out."""
+    that no user should see. left: points that are neither planned nor ruled out. misses: number of points that do not fit, less
+    those that do, by mesh and recomputation."""
 
     traces: TracedModel
     cluster: Cluster
@@ -115,12 +123,17 @@ class PinnedGrid:
     refused: dict[str, str] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    misses: Counter[Hashable] = field(default_factory=Counter)
 
     def run(self, points: list[PinnedPoint], ours_us: float, most: int, seconds: float) -> None:
         """ours_us: simulated step of the unpinned plan; points that are slower by their bound cannot beat it."""
         start, limit = time.process_time(), self.cluster.device.memory_bytes
-        for point in sorted(points, key=lambda each: (each.us, str(each))):
-            if point.bound_us >= min([ours_us, *(us for us, _, _ in self.found)]):
+        waiting, later = deque(sorted(points, key=lambda each: (each.us, str(each)))), deque[PinnedPoint]()
+        while waiting or later:
+            point = waiting.popleft() if waiting else later.popleft()
+            if waiting and self.misses[point.family] >= MISSES:
+                later.append(point)
+            elif point.bound_us >= min([ours_us, *(us for us, _, _ in self.found)]):
                 self.counts["slower"] += 1
             elif point.least_bytes > limit:
                 self.counts["too_large"] += 1
@@ -132,6 +145,7 @@ class PinnedGrid:
 
     def _plan(self, point: PinnedPoint) -> None:
         options = point.options(self.traces.options)
+        self.misses[point.family] += 1
         try:
             plan = plan_candidate(self.traces.with_options(options), self.cluster, WorkLimit(options.time_limit))
         except (Infeasible, BadInput) as error:
@@ -141,6 +155,7 @@ class PinnedGrid:
         except Exception:
             self.broken[str(point)] = traceback.format_exc(limit=-3)
         else:
+            self.misses[point.family] -= 1
             if plan.memory.peak > self.cluster.device.memory_bytes:
                 self.broken[str(point)] = f"it takes {plan.memory.peak} bytes"
             self.plans[str(point)] = plan

@@ -11,7 +11,7 @@ from passes.graph.layouts import Layout
 from passes.graph.placement_graph import PlacementGraph
 from passes.hardware.axis import Axes
 from passes.sharding.formulation.decision_decoder import decode
-from passes.sharding.formulation.depth_extrapolation import extrapolate, extrapolate_cost
+from passes.sharding.formulation.depth_extrapolation import extrapolate, extrapolate_cost, solution_of_shorter
 from passes.sharding.formulation.placement_problem import MeshTables, PlacementProblem
 from passes.sharding.formulation.problem_entities import Pin
 from passes.sharding.oracle.comm_attribution import CommAttribution
@@ -92,8 +92,9 @@ def solve_on_mesh(
     solution = solve(solved, options, cutoff=cutoff, allowance=allowance)
     if solution.status == "no_solution":
         return solution
+    depths = [(problem, solution)] + ([] if short is None else [(short, solution_of_shorter(problem, short, solution))])
     checked = [(each, decoded, CommAttribution(each.graph, each.groups, each.saved, decoded))
-               for each in (problem, short) if each is not None for decoded in [decode(each, solution)]]
+               for each, own in depths for decoded in [decode(each, own)]]
     decision = checked[0][1]
 
     def whole_cost(prices: Prices) -> DecisionCost:

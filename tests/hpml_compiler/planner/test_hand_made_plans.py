@@ -63,7 +63,7 @@ from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
 from passes.op_rules.base import PARTIAL, REPLICATE, Placement, Strategy
 from passes.sharding.formulation.decision_decoder import decode
-from passes.sharding.formulation.depth_extrapolation import extrapolate, extrapolate_cost
+from passes.sharding.formulation.depth_extrapolation import extrapolate, extrapolate_cost, solution_of_shorter
 from passes.sharding.formulation.placement_problem import MeshTables, PlacementProblem
 from passes.sharding.oracle.cost_check import DecisionCost, recompute_cost
 from passes.sharding.pricing.redistribution import cheapest_route, collective
@@ -357,8 +357,8 @@ def by_hand(model: Model, scheme: Scheme) -> HandMade:
 def repriced(long: PlacementProblem, short: PlacementProblem, solution: Solution, further: int) -> DecisionCost:
     """The cost recomputed operation by operation, as for the product's own plans."""
     costs = []
-    for problem in (long, short):
-        decision = decode(problem, solution)
+    for problem, own in ((long, solution), (short, solution_of_shorter(long, short, solution))):
+        decision = decode(problem, own)
         costs.append(recompute_cost(problem.graph, problem.groups, problem.saved, decision, problem.prices, problem.state,
                                     problem.bucket_bytes))
     return extrapolate_cost(costs[0], costs[1], further)

@@ -235,8 +235,24 @@ def deep(count, **options):
     return b.finish([len(b.values) - 1])
 
 
+def between_others(count):
+    """Layers of three kinds: the first one, the last one, and those between, each of which reads the one before it. Of three
+    layers a single one is between others, and none of these reads another."""
+    b = Builder()
+    x = b.input((8, 4))
+    for k in range(count):
+        b.block = f"net.layers.{k}"
+        if k in (0, count - 1):
+            x = b.call(aten.tanh.default, V(x))
+        x = b.call(aten.mm.default, V(x), V(b.input((4, 4), "parameter")))
+        if k in (0, count - 1):
+            x = b.call(aten.exp.default, V(x))
+    return b.finish([x])
+
+
 @pytest.mark.parametrize("axes", [{"x": 2}, {"x": 2, "y": 2}])
-def test_two_depths_give_the_answer_for_any(axes):
+@pytest.mark.parametrize("deep", [deep, between_others])
+def test_two_depths_give_the_answer_for_any(deep, axes):
     long = placed(deep(4), axes, shorter=deep(3), further=5)
     real = placed(deep(9), axes)
     assert long.cost.step == pytest.approx(real.cost.step, rel=1e-6)
