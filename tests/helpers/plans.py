@@ -1,5 +1,9 @@
-"""Plans of a small GPT, written by hand as a solver would: the input of the tests of plans and of their pictures."""
+"""Plans of a small GPT, written by hand as a solver would: the input of the tests of plans and of their pictures.
+
+And the plan of a run on ranks."""
 from __future__ import annotations
+
+import torch.distributed as dist
 
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.schema import (
@@ -14,10 +18,20 @@ from hpml_compiler.plans.schema import (
     ReplicatedValue,
     SolverReport,
 )
+from hpml_compiler.session import session
 
 MESH = {"dp": 2, "tp": 4}
 DIMS = "8 batch, 16 sequence, 64 features"
 ROWS, HIDDEN = ["S(0)", "R"], ["S(0)", "S(2)"]
+
+
+def plan_of_ranks() -> Plan:
+    """The plan of the last graphs, made on rank 0 and sent to the others: it takes seconds, and is the same on all ranks."""
+    sent: list[Plan | None] = [session.last_plan() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(sent)
+    (plan,) = sent
+    assert plan is not None
+    return plan
 
 
 def parameter(shape: list[int], placements: list[str], dims: str = "") -> ParameterPlan:

@@ -9,10 +9,10 @@ import torch
 
 import hpml_compiler
 from hpml_compiler.plan_api.model_plan import Plan
-from hpml_compiler.session import session
 from hpml_compiler.simulate import simulate
 from tests.helpers.frozen import fresh
 from tests.helpers.peaks import least_peak
+from tests.helpers.plans import plan_of_ranks
 from tests.hpml_compiler.compile.test_budget import ROWS, WIDTH, Deep, trained
 
 COUNTED_WITHIN = 0.05
@@ -144,7 +144,7 @@ def on_each_rank(options: dict[str, Any]) -> tuple[list[torch.Tensor], int, int]
 
     step()
     step()
-    peak, kept = least_peak(step, model, optimizer), session.last_plan().graphs[0].kept
+    peak, kept = least_peak(step, model, optimizer), plan_of_ranks().graphs[0].kept
     return losses, peak, 0 if kept is None else len(kept.again)
 
 

@@ -13,12 +13,12 @@ from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.runtime.optimizer.resident_memory import local
-from hpml_compiler.session import session
 from hpml_compiler.simulate import simulate
 from hpml_compiler.visualize.memory_explanation import memory_json
 from passes.errors import Infeasible
 from passes.hardware.cluster import Cluster
 from tests.helpers.peaks import least_peak
+from tests.helpers.plans import plan_of_ranks
 from tests.hpml_compiler.compile.test_budget import WIDTH, Deep
 from tests.hpml_compiler.compile.test_budget_in_microbatches import COUNTED_WITHIN, Features
 
@@ -62,13 +62,14 @@ def kept_in(graph: GraphPlan) -> list[CheckpointingPlan]:
 
 def check(options: dict[str, Any], share: float, kind: type[Deep] = Deep, exact: bool = True) -> GraphPlan:
     expected, _, unbounded = trained({name: each for name, each in options.items() if "offload" not in name}, kind)
-    check_counted(session.last_plan(), unbounded)
+    check_counted(plan_of_ranks(), unbounded)
     budget = int(share * unbounded)
     numbers, peak, highest = trained(options | {"memory_budget": budget}, kind)
-    (graph,) = session.last_plan().graphs
+    plan = plan_of_ranks()
+    (graph,) = plan.graphs
     assert {each.budget_bytes for each in kept_in(graph)} == {budget} and any(each.again for each in kept_in(graph)), options
     assert peak <= (1.03 if exact else 1.05) * budget, f"{peak / budget:.3f} of the budget, {options}"
-    check_counted(session.last_plan(), highest)
+    check_counted(plan, highest)
     for ours, theirs in zip(numbers, expected, strict=True):
         assert torch.equal(ours, theirs) if exact else torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7), options
     return graph
@@ -124,9 +125,9 @@ def planned_and_run(rank: int) -> None:
 
 def check_planned(rank: int, graph: GraphPlan) -> None:
     """`hpml plan` decides as the run did, and a run obeys the plan."""
-    ran, budget = session.last_plan(), kept_in(graph)[0].budget_bytes
+    ran, budget = plan_of_ranks(), kept_in(graph)[0].budget_bytes
     trained({"compiler": "eager", "plan": ran}, measures=False)
-    again = session.last_plan()
+    again = plan_of_ranks()
     if rank == 0:
         planned = hpml_compiler.plan(Deep(0.2, LAYERS), (batch(),), Cluster.local(2, "cpu"), **BASE, memory_budget=budget)
         assert isinstance(planned, Plan)

@@ -16,6 +16,7 @@ import hpml_compiler
 from hpml_compiler.runtime.optimizer.resident_memory import local
 from hpml_compiler.session import session
 from tests.helpers.measured_nodes import PINS, SLOW_US, measure
+from tests.helpers.plans import plan_of_ranks
 
 EAGER: dict[str, Any] = {"compiler": "eager", "monitor": False}
 ODD = 33
@@ -87,7 +88,7 @@ def in_stages(rank: int, has_loss: bool, words: list[str], launches: int) -> Non
             (line,) = [each for each in words if each.startswith("hpml chose")]
             assert "2 stages" in line and ("as in an earlier launch" in line) == (launch > 0), line
             assert has_loss == ("gpipe" not in line), line
-        plan = session.last_plan()
+        plan = plan_of_ranks()
         assert all(graph.pipeline is not None and len(graph.pipeline.stages) == 2 for graph in plan.graphs)
         assert plan.memory.peak <= budget
         for ours, theirs in zip(numbers, expected, strict=True):
@@ -131,14 +132,14 @@ def completed(rank: int, pinned: dict[str, Any], mesh: dict[str, int], words: li
     model, tokens = GPT(12, 2), batch(4, 8)
     expected = trained(GPT(12, 2), tokens, None)
     numbers = trained(model, tokens, pinned)
-    plan = session.last_plan()
+    plan = plan_of_ranks()
     assert dict(plan.mesh) == mesh and len(plan.graphs) == 1
     assert rank or sum(each.startswith("hpml chose") for each in words) == 1, words
     for ours, theirs in zip(numbers, expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-13), (ours, theirs)
     with torch.no_grad():
         evaluated = torch.compile(model, backend="hpml", options={**EAGER, **pinned})(tokens[:2])
-    assert torch.isfinite(evaluated) and {tuple(each.mesh.items()) for each in session.last_plan().graphs} == {(*mesh.items(),)}
+    assert torch.isfinite(evaluated) and {tuple(each.mesh.items()) for each in plan_of_ranks().graphs} == {(*mesh.items(),)}
 
 
 def refused(pinned: dict[str, Any], why: str, trains: bool = True) -> None:
@@ -150,7 +151,7 @@ def refused(pinned: dict[str, Any], why: str, trains: bool = True) -> None:
 def with_pins(rank: int) -> None:
     words = logged()
     completed(rank, {"mesh": {"dp": 2}, "microbatches": 2, "schedule": "gpipe"}, {"pp": 2, "dp": 2}, words)
-    pipeline = session.last_plan().graphs[0].pipeline
+    pipeline = plan_of_ranks().graphs[0].pipeline
     assert pipeline is not None and pipeline.schedule == "gpipe"
     refused({"mesh": {"x": 2}}, "multiplies to 2, but there are 4 ranks")
     refused({"mesh": {"tp": 2}}, "the first training step decides about the others", trains=False)
@@ -169,7 +170,7 @@ def faster(rank: int, folder: str) -> None:
     dist.barrier()
     options = {**PINS, "costs": "measured", "cluster": f"{folder}/cluster.json"}
     numbers = trained(GPT(96, 2), batch(16, 64), options)
-    assert dict(session.last_plan().mesh) == {"pp": 2}
+    assert dict(plan_of_ranks().mesh) == {"pp": 2}
     for ours, theirs in zip(numbers, trained(GPT(96, 2), batch(16, 64), None), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-13), (ours, theirs)
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import hpml_compiler
 from passes.errors import BadInput
+from tests.helpers.plans import plan_of_ranks
 from tests.hpml_compiler.runtime.common import full
 
 WIDTH, HEADS, ROWS, LENGTH = 32, 4, 8, 16
@@ -64,14 +65,19 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64), torch.randint(0, 8, (ROWS, LENGTH))
 
 
-def trained(recompute: Any, **options: Any):
-    """Loss and gradients of a step, and the plan's record of its saved activations."""
+def stepped(recompute: Any, **options: Any) -> list[torch.Tensor]:
+    """Loss and gradients of a step."""
     hpml_compiler.reset()
     call = torch.compile(found := model(), backend="hpml", options={"compiler": "eager", "recompute": recompute, **options})
     torch.manual_seed(2)
     loss = call(*batch())
     loss.backward()
-    return [loss.detach(), *(full(p.grad) for p in found.parameters())], hpml_compiler.last_plan().graphs[0].kept
+    return [loss.detach(), *(full(p.grad) for p in found.parameters())]
+
+
+def trained(recompute: Any, **options: Any):
+    """Loss and gradients of a step, and the plan's record of its saved activations."""
+    return stepped(recompute, **options), hpml_compiler.last_plan().graphs[0].kept
 
 
 def same(one, other) -> bool:
@@ -156,8 +162,8 @@ def test_values_are_checked():
 
 
 def in_stages(_rank: int, options: dict[str, Any]):
-    numbers, _ = trained("full", **options)
-    pipe = hpml_compiler.last_plan().graphs[0].pipeline
+    numbers = stepped("full", **options)
+    pipe = plan_of_ranks().graphs[0].pipeline
     return numbers, [stage.kept and len(stage.kept.again) for stage in pipe.stages]
 
 

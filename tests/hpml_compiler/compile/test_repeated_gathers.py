@@ -2,22 +2,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hpml_compiler
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.schema import GraphPlan
-from hpml_compiler.session import session
 from passes.hardware.cluster import Cluster
 from tests.helpers.collectives import collectives_of
 from tests.helpers.frozen import fresh
 from tests.helpers.peaks import least_peak
+from tests.helpers.plans import plan_of_ranks
 from tests.hpml_compiler.compile.test_zero import Block
 
 WIDTH, ROWS, BLOCKS, MICROBATCHES = 192, 32, 3, 2
@@ -87,9 +86,7 @@ def run(rank: int, cases: dict[str, dict[str, Any]], measured: tuple[str, ...],
         call = torch.compile(model, backend="hpml", options=OPTIONS | options)
         numbers, peak = train(model, call, name in measured)
         calls = collectives_of(lambda call=call: loss_of(call).backward())
-        sent = [session.last_plan() if rank == 0 else None]  # it takes seconds, and is the same on all ranks
-        dist.broadcast_object_list(sent)
-        plan = plans[name] = cast(Plan, sent[0])
+        plan = plans[name] = plan_of_ranks()
         said, predicted = plan.step_graphs[0].microbatches, plan.step_graphs[0].predicted
         assert said is not None and plan.peak is not None
         found[name] = {

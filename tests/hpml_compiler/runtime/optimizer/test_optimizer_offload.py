@@ -18,6 +18,7 @@ from passes.errors import BadInput
 from passes.hardware.cluster import Cluster
 from passes.transforms.memory.offload_storage import is_offload_storage
 from tests.helpers.peaks import least_peak, state_tensors
+from tests.helpers.plans import plan_of_ranks
 
 KINDS = sorted(ELEMENTWISE, key=lambda kind: kind.__name__)
 
@@ -203,13 +204,14 @@ def in_stages(rank: int, options: dict[str, Any], folder: str) -> None:
     for _ in range(2):
         found, peak, _ = stages_trained({**options, **away})
         assert equal(found, expected) and peak < state < highest
-    plan = hpml_compiler.last_plan()
+    plan = plan_of_ranks()
     assert plan.graphs[0].memory.optimizer == 0
     by_plan = {"compiler": "eager", "optimizer": "adam", "plan": plan, **away}
     for each in by_plan, {**options, "offload": "all", "memory_budget": state}:
         assert equal(stages_trained(each)[0], expected)
-    planned = hpml_compiler.plan(stages_model(), (stages_batch(),), Cluster.local(2, "cpu"), **options, offload="optimizer")
-    assert (planned.graphs[0].pipeline, planned.graphs[0].memory) == (plan.graphs[0].pipeline, plan.graphs[0].memory)
+    if rank == 0:
+        planned = hpml_compiler.plan(stages_model(), (stages_batch(),), Cluster.local(2, "cpu"), **options, offload="optimizer")
+        assert (planned.graphs[0].pipeline, planned.graphs[0].memory) == (plan.graphs[0].pipeline, plan.graphs[0].memory)
 
 
 def stages_model() -> nn.Sequential:
