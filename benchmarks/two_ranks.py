@@ -1,17 +1,20 @@
 """Several ranks: hpml against DDP, FSDP2 and hand-written tensor parallel, each compiled with inductor.
 
     torchrun --nproc-per-node 2 benchmarks/two_ranks.py [--rounds 10] [--models gpt mlp_wide] [--contenders fsdp hpml_zero3 ...]
+    torchrun --nproc-per-node 2 benchmarks/two_ranks.py --models gpt --pinned
 
 Every peer trains its own copy of one model on the global batch, one thread per rank. In every round each takes its turn
 of a few steps, of which the first is not counted: it pays for caches that the contender before has filled, as no
 training does. DDP and FSDP2 get their rank's rows; hpml gets them through `hpml_compiler.distribute`, tensor parallel
 the whole batch. Reports the median step of the slowest rank, with hpml's pinned meshes besides what it chooses by
-itself, and ZeRO's level 3, which is what FSDP2 does. `first_step.py` has the time to the first step. `--clock cpu` counts
+itself, and ZeRO's level 3, which is what FSDP2 does. `first_step.py` has the time to the first step. `--pinned` compares hpml
+with nothing pinned to itself with every mesh of pp, dp and tp, and with stages, with every schedule. `--clock cpu` counts
 the seconds that all threads of a rank work, gloo's among them, which is what can be compared on a machine that others use.
 """
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -29,6 +32,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import hpml_compiler
 from hpml_compiler.session import session
 
+SCHEDULES = ({"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "zero_bubble"},
+             {"schedule": "interleaved", "virtual_stages": 2})
+MICROBATCHES = (2, 4)
+"""Multiples of the number of stages."""
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -89,6 +96,22 @@ def contenders() -> dict[str, Callable[[nn.Module, tuple], Callable[[], float]]]
     }
 
 
+def pinned() -> dict[str, Callable[[nn.Module, tuple], Callable[[], float]]]:
+    """hpml with nothing pinned, and with everything pinned."""
+    n = dist.get_world_size()
+    found = {"hpml": hpml({}, True)}
+    for pp, dp, tp in itertools.product(*[[size for size in range(1, n + 1) if n % size == 0]] * 3):
+        mesh = {name: size for name, size in (("pp", pp), ("dp", dp), ("tp", tp)) if size > 1}
+        if pp * dp * tp != n:
+            continue
+        for how, count in itertools.product(SCHEDULES, MICROBATCHES) if pp > 1 else [({}, 0)]:
+            options = {"mesh": mesh, **how} | ({"microbatches": count * pp} if count else {})
+            name = " ".join(str(each) for each in (*(f"{name}{size}" for name, size in mesh.items()), *how.values())) + (
+                f" m{count * pp}" if count else "")
+            found[name] = hpml(options, dp > 1)
+    return found
+
+
 def slowest(value: float) -> float:
     t = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(t, dist.ReduceOp.MAX)
@@ -109,6 +132,9 @@ def ratios(times: dict[str, list[float]], medians: dict[str, float]) -> dict[str
         found = {"best_peer": best, "ratio_to_best_peer": median([a / b for a, b in zip(times["hpml"], times[best])])}
     if {"hpml", "hpml_dp", "hpml_tp"} <= times.keys():
         found["ratio_to_best_pinned"] = medians["hpml"] / min(medians["hpml_dp"], medians["hpml_tp"])
+    if (others := [c for c in times if c in pinned()]) and "hpml" in others and len(others) > 1:
+        best = min((c for c in others if c != "hpml"), key=medians.__getitem__)
+        found |= {"best_pinned": best, "ratio_to_best_pinned": median([a / b for a, b in zip(times["hpml"], times[best])])}
     if {"hpml_zero3", "fsdp"} <= times.keys():
         found["ratio_zero3_to_fsdp"] = median([a / b for a, b in zip(times["hpml_zero3"], times["fsdp"])])
     return found
@@ -119,13 +145,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--contenders", nargs="+", help="these alone")
+    parser.add_argument("--pinned", action="store_true", help="hpml alone, with nothing and with everything pinned")
     parser.add_argument("--clock", default="wall", choices=CLOCKS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     for name in args.models:
         steps: dict[str, Callable[[], float]] = {}
-        chosen = {c: make for c, make in contenders().items() if args.contenders is None or c in args.contenders}
+        known = pinned() if args.pinned else contenders()
+        chosen = {c: make for c, make in known.items() if args.contenders is None or c in args.contenders}
         for contender, make in chosen.items():
             steps[contender] = make(*build(name))
             steps[contender]()
