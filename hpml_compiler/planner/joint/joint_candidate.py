@@ -9,6 +9,7 @@ from typing import Any
 from hpml_compiler.options import Options
 from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, WITHOUT_STAGES, OpenSchedule, rows_over, splits_of
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS
+from passes.checkpointing.recompute_frontier import SavedChoice, least_recompute_us
 from passes.pipeline.least_step import (
     least_even_us,
     least_interleaved_us,
@@ -38,11 +39,12 @@ class LeastOverlapped:
     """Bounds of a rank's work over all placements on a stage mesh whose ranks run the full graph on the whole batch, where
     communication that computation can hide only slows it down; 0: unknown. us: with all communication of parameters after the
     last microbatch, where there are stages. inside_us: without that, and without the optimizer. layer_us: of one repeated
-    layer, likewise."""
+    layer, likewise. recomputing_us: beside what is recomputed, where there are no stages."""
 
     us: float = 0.0
     inside_us: float = 0.0
     layer_us: float = 0.0
+    recomputing_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,15 @@ class StageCost:
 class LeastWork:
     """The least computation of a step, on any mesh, if it were spread evenly over all ranks. us: of a rank, of which layers_us
     is in repeated layers, of which forward is the part forward_share, and end_us after the last one; layers: their number, 0
-    where they differ."""
+    where they differ. saved: what one of them, unsharded and with the whole batch, may save, and recomputes then; (): unknown.
+    """
 
     us: float = 0.0
     layers_us: float = 0.0
     end_us: float = 0.0
     forward_share: float = 0.0
     layers: int = 0
+    saved: tuple[SavedChoice, ...] = ()
 
     def with_another(self, cost: StageCost, stages: int) -> LeastWork:
         """The least of these and one more mesh, of a stage of so many."""
@@ -141,13 +145,43 @@ class JointCandidate:
         overlap computation, which slows down both. What is done once for parameters comes after the last microbatch of a stage,
         while its gradients go back through others: ranks wait for these, or have that to do."""
         found, p, beside = self.cost.overlapped, self.stages, self.contention - 1.0
+        again_us = self.least_again_us
         if p == 1:
-            return max(found.us, least_overlapped_us(self.cost.bound_us, self.least.us, self.contention))
+            return max(found.us, least_overlapped_us(self.cost.bound_us, self.least.us, self.contention),
+                       max(found.recomputing_us, self.least.us) + again_us)
         # In each microbatch, the same communication takes so much of the time of computation that it may overlap.
         once = min(1.0, self.microbatches * beside) * max(found.us - found.inside_us, 0.0)
         least_us = p * self.least.us
-        return max(self._least_us(max(found.inside_us, least_us), self.splits_backward),
+        return max(self._least_us(max(found.inside_us, least_us + again_us), self.splits_backward),
                    self._least_us(max(found.inside_us + once, least_us), True))
+
+    @cached_property
+    def least_again_us(self) -> float:
+        """No rank's layers, spread evenly, recompute less in all stages together, if values of all microbatches in flight are
+        saved within the memory that state leaves; infinite where it leaves none. Values, and work, are divided by all ranks of
+        a stage at best."""
+        least, ranks = self.least, math.prod(self.cost.mesh.values())
+        if self.least_bytes > self.limit:
+            return math.inf
+        if not least.saved or not least.layers:
+            return 0.0
+        held_bytes = 0.0  # stages have different parts of the state
+        if self.stages == 1:
+            held_bytes = self.least_bytes - (self.microbatches == 1) * self.cost.parameter_bytes / ranks  # no gradients yet
+        saved_bytes = sum((self.limit - held_bytes) / self._in_flight(rank) for rank in range(self.stages))
+        each_us = least_recompute_us(least.saved, ranks * self.microbatches * saved_bytes / least.layers)
+        return least.layers * each_us / ranks
+
+    @property
+    def least_bytes(self) -> float:
+        """Some rank has as much of parameters, gradients and optimizer state, if these are spread over all ranks."""
+        return self.cost.state_bytes * splits_of(self.cost.mesh) / math.prod(self.cost.mesh.values()) / self.stages
+
+    def _in_flight(self, rank: int) -> int:
+        """At least so many microbatches are between their forward and their backward on a rank at some time."""
+        if self.schedule.name == "gpipe" and self.stages > 1:
+            return self.microbatches
+        return 1 if self.schedule.name == "zbv" else min(self.stages - rank, self.microbatches)
 
     def _least_us(self, work_us: float, splits: bool) -> float:
         """The least time of a rank if all stages take work_us. splits: ranks wait for forward of others only."""

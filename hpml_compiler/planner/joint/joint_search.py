@@ -119,9 +119,8 @@ class JointSearch:
             self.unplanned += len(alike)
             for candidate in alike:
                 self._skip(candidate, "time_limit left too little for another schedule")
-        for candidate in others:
-            if candidate not in alike:
-                self._skip(candidate, "another mesh or number of microbatches was the fastest with 1F1B")
+        for candidate in (each for each in others if each not in alike):
+            self._skip(candidate, "another mesh or number of microbatches was the fastest with 1F1B")
         if proves:
             self._raise_bounds()
         return self._reported(self.best)
@@ -148,7 +147,9 @@ class JointSearch:
         unlikely, later, waiting = 0, 0, deque(candidates)
         while waiting:
             best, candidate = self.best, waiting.popleft()
-            if self._expected_us(candidate) >= (self.below_us if best is None else best.simulated_us):
+            if candidate.bound_us == math.inf:
+                self._skip(candidate, f"its state takes at least {format_bytes(candidate.least_bytes)}")
+            elif self._expected_us(candidate) >= (self.below_us if best is None else best.simulated_us):
                 self._skip(candidate, "its estimate is above the best plan")
             elif best is not None and self.allowance.is_over or self.allowance.left_s < -self.allowance.seconds:
                 self.unplanned += 1
@@ -215,8 +216,8 @@ class JointSearch:
 
     def _reject(self, candidate: JointCandidate, reason: str, us: float | None = None) -> None:
         log.info("rejected: %s on the mesh %s, %s", candidate, candidate.mesh, reason)
-        self.rejected.append(MeshAttempt(mesh=candidate.mesh, cost=us, bound=candidate.bound_us,
-                                         reason=f"{candidate}: {reason}"))
+        bound = candidate.bound_us if candidate.bound_us < math.inf else None
+        self.rejected.append(MeshAttempt(mesh=candidate.mesh, cost=us, bound=bound, reason=f"{candidate}: {reason}"))
 
     def _skip(self, candidate: JointCandidate, reason: str) -> None:
         """Reject without a plan. The first one of each mesh, which has the lowest estimate, stands for the others."""
@@ -225,8 +226,8 @@ class JointSearch:
             self._reject(candidate, reason)
             return
         first = self.rejected[known]
-        bound = min(candidate.bound_us, first.bound if first.bound is not None else candidate.bound_us)
-        self.rejected[known] = first.model_copy(update={"bound": bound})
+        if candidate.bound_us < (math.inf if first.bound is None else first.bound):
+            self.rejected[known] = first.model_copy(update={"bound": candidate.bound_us})
 
     def _raise_bounds(self) -> None:
         """Place the whole batch on meshes of which only an estimate is known, as long as one of them has the lowest bound."""
@@ -244,7 +245,7 @@ class JointSearch:
                 break
             else:  # no configuration on it can be planned
                 self.considered = [each for each in self.considered if each.mesh != mesh]
-        falling = sorted(self.considered, key=lambda each: -each.bound_us)
+        falling = sorted((each for each in self.considered if each.bound_us < math.inf), key=lambda each: -each.bound_us)
         bounds = {tuple(each.mesh.items()): each.bound_us for each in falling}  # the last one of a mesh counts
         self.rejected = [each.model_copy(update={"bound": bounds.get(tuple(each.mesh.items()), each.bound)})
                          for each in self.rejected]
@@ -268,9 +269,8 @@ class JointSearch:
 
     def _reported(self, best: FoundPlan) -> Plan:
         """The plan with the bound over all configurations that were considered."""
-        for each in self.found:
-            if each is not best:
-                self._reject(each.candidate, "its simulated step is slower", each.simulated_us)
+        for each in (each for each in self.found if each is not best):
+            self._reject(each.candidate, "its simulated step is slower", each.simulated_us)
         us, plan, candidate = best.simulated_us, best.plan, best.candidate
         bound = min([us, *(each.bound_us for each in self.considered), *(each.simulated_us for each in self.found)])
         gap = 1.0 - bound / us if us else 0.0
@@ -286,10 +286,10 @@ class JointSearch:
         """The error where nothing fits, with a memory that is known to be enough where planning without a search found one."""
         options, trained = self.traces.options, sum(self.traces.trained.values())
         known = self.refusal if self.refusal.smallest_budget_bytes is not None else self.least or self.refusal
-        bounds = [each.bound for each in self.rejected if each.bound is not None]
         return SearchRefusal(
             known, memory_limit(options, self.cluster), self.cluster.world_size, (2 + options.resident_states) * trained,
-            len(self.rejected), self.unplanned, min(bounds, default=0.0),
+            len(self.rejected), self.unplanned, min((each.bound_us for each in self.considered), default=0.0),
+            min((each.least_bytes for each in self.considered), default=0.0),
             self.decisions.mixed if self.decisions.microbatches_are_open else ()).error()
 
 

@@ -8,19 +8,25 @@ from functools import partial
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.graph_planning import plan_graph
 from hpml_compiler.planner.joint.joint_candidate import LeastOverlapped, LeastWork, StageCost
-from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, splits_of
+from hpml_compiler.planner.joint.open_decisions import DATA_AXIS, TENSOR_AXIS, splits_of
 from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
 from hpml_compiler.simulate.plan_prices import PlannedPrices
 from hpml_compiler.simulate.plan_step_graph import step_graph
+from passes.analyses.storage_program_builder import BuildStorageProgram
+from passes.annotations import read
+from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM
+from passes.checkpointing.recompute_frontier import SavedChoice, recompute_frontier
 from passes.cost_model.cost_terms import copy
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.errors import Infeasible
 from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.graph_copy import copy_graph
 from passes.graph.step_phase import FORWARD
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
+from passes.presets import building_storage_program
 from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.sharding.oracle.memory_model import MemoryModel
 from passes.sharding.search.mesh_placement import MeshPlacement
@@ -63,7 +69,7 @@ class MeshCosts:
     def least(self, costs: list[tuple[int, StageCost]]) -> LeastWork:
         """The least over all meshes."""
         folded = self.folded
-        found = LeastWork(layers=0 if folded is None or len(folded.lists) > 1 else folded.layers)
+        found = LeastWork(layers=0 if folded is None or len(folded.lists) > 1 else folded.layers, saved=self._frontier())
         for stages, cost in costs:
             found = found.with_another(cost, stages)
         return found
@@ -108,7 +114,8 @@ class MeshCosts:
         beside = CONTENTION[self.cluster.device.kind] - 1.0
         least = partial(least_overlapped_us, placed, options=solver, allowance=limit)
         if stages == 1:
-            return LeastOverlapped(least(OverlapShares(beside, beside)))
+            return LeastOverlapped(least(OverlapShares(beside, beside)),
+                                   recomputing_us=least(OverlapShares(beside, beside, recomputing=beside)))
         inside, further = OverlapShares(beside, 0.0, 0.0), 0 if self.folded is None else self.folded.further
         return LeastOverlapped(least(OverlapShares(beside, 1.0)), least(inside),
                                least(inside, layers=True) / further if further else 0.0)
@@ -116,6 +123,18 @@ class MeshCosts:
     @property
     def _lists(self) -> Sequence[str]:
         return () if self.folded is None else self.folded.lists
+
+    def _frontier(self) -> tuple[SavedChoice, ...]:
+        """Of one repeated layer, unsharded and with the whole batch; () where no few layers stand for the others."""
+        folded, options, annotated = self.folded, self.traces.options, self.annotated
+        if folded is None or len(folded.lists) > 1 or options.offloads("saved"):
+            return ()
+        gm, whole = copy_graph(annotated.gm), mesh_from_pin({DATA_AXIS: self.cluster.world_size}, self.cluster)
+        building_storage_program(BuildStorageProgram(
+            annotated.interface.forward_outputs, MeshPrices(whole, options.optimizer_states), options.compiler != "eager",
+            device=self.cluster.device.kind))(gm)
+        program, layer = read(STORAGE_PROGRAM, gm), folded.blocks[0][1]
+        return recompute_frontier(program, {k for k, run in enumerate(program.runs) if not run.backward and run.block == layer})
 
     def _output_bytes(self) -> float:
         graph = self.annotated.graph

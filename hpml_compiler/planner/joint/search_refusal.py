@@ -14,8 +14,8 @@ from passes.errors import Infeasible
 class SearchRefusal:
     """known: the refusal with the least memory that is known to be enough, or the first. limit: bytes of a device. state_bytes:
     of parameters, gradients and optimizer state on all devices together. tried, unplanned: configurations that were planned or
-    ruled out, and those that the time limit left. bound_us: no configuration takes less. mixed: operations at which rows depend
-    on each other."""
+    ruled out, and those that the time limit left. bound_us, least_bytes: no configuration takes, or needs on a device, less.
+    mixed: operations at which rows depend on each other."""
 
     known: Infeasible
     limit: int
@@ -24,12 +24,14 @@ class SearchRefusal:
     tried: int
     unplanned: int
     bound_us: float
+    least_bytes: float
     mixed: Sequence[str] = ()
 
     def error(self) -> Infeasible:
         what, steps = [self.known.what], list[str]()
         if self.tried > 1:
-            what.append(f"none of {self.tried} configurations of mesh, stages, microbatches and recomputation was found to fit")
+            what.append(f"none of {self.tried} configurations of mesh, stages, microbatches and recomputation was found to "
+                        f"fit, and none needs less than {format_bytes(self.least_bytes)}")
         if self.unplanned:
             what.append(f"time_limit was over before {self.unplanned} others were planned, of which none takes less than "
                         f"{format_us(self.bound_us)}")

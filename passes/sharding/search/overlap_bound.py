@@ -2,7 +2,8 @@
 
 Computation runs in the order of the graph (`passes.simulation.rank_program`). Where an operation reads what the one before it
 has made, in the same phase, nothing can be computed while that is redistributed: such communication counts in full. All other
-communication slows down the computation beside it, and counts as far as that. So the same problem with other prices has a bound
+communication slows down the computation beside it, and counts as far as that. Recomputation can be beside such communication
+in backward. So the same problem with other prices has a bound
 of the overlapped step: fewer choices are left to a solver than where the least computation and the least sum of all work are
 bounded apart.
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from passes.graph.layouts import parse_layout
 from passes.graph.placement_graph import Value
-from passes.graph.step_phase import FORWARD, Phase
+from passes.graph.step_phase import BACKWARD, FORWARD, Phase
 from passes.sharding.formulation.placement_problem import PlacementProblem
 from passes.sharding.formulation.problem_entities import EntityChoice
 from passes.sharding.pricing.decision_terms import collective
@@ -30,12 +31,14 @@ PARAMETER = "parameter"
 
 @dataclass(frozen=True)
 class OverlapShares:
-    """Parts that count of communication beside computation: of activations, of parameters and gradients; and of computation
-    that no rows of the batch are in, such as the optimizer's."""
+    """Parts that count of communication beside computation: of activations, of parameters and gradients; of computation that no
+    rows of the batch are in, such as the optimizer's; and of communication in backward beside which there is only
+    recomputation."""
 
     activations: float
     parameters: float
     rare: float = 1.0
+    recomputing: float = 1.0
 
 
 def least_overlapped_us(placed: MeshPlacement, shares: OverlapShares, options: SolverOptions | None = None,
@@ -49,7 +52,8 @@ def overlapped(placed: MeshPlacement, shares: OverlapShares, layers: bool = Fals
     """The problem that was solved, at prices with overlap."""
     problem, solved = placed.problem, placed.solved
     waited, beside = edges_of_activations(problem)
-    of_activations = {**dict.fromkeys(beside, shares.activations), **dict.fromkeys(waited, 1.0)}
+    of_activations = {**dict.fromkeys(beside, shares.activations),
+                      **{edge: shares.recomputing if phase == BACKWARD else 1.0 for edge, phase in waited.items()}}
     rare = min(shares.activations, shares.parameters)  # values that no rows of the batch are in, and no parameters
     priced, edges = dict[tuple[int, float], tuple[Arc, ...]](), list[Edge]()
     for number, edge in enumerate(solved.edges):
@@ -73,18 +77,20 @@ def overlapped(placed: MeshPlacement, shares: OverlapShares, layers: bool = Fals
     return replace(solved, entities=tuple(entities), edges=tuple(edges))
 
 
-def edges_of_activations(problem: PlacementProblem) -> tuple[frozenset[int], frozenset[int]]:
+def edges_of_activations(problem: PlacementProblem) -> tuple[dict[int, Phase], frozenset[int]]:
     """Edges of values with rows of the batch that an operation makes: those during which nothing else of the phase can be
-    computed, in the order of the graph; and others."""
+    computed, in the order of the graph, with that phase; and others."""
     found: dict[int, bool] = {}
+    phases: dict[int, Phase] = {}
     for (group, v), chain in problem.edges.reads.items():
         value = problem.graph.values[v]
         if value.producer is None or not value.batch:
             continue
         for edge, phase in chain:
             found[edge] = found.get(edge, True) and _waits(problem, value, group, edge, phase)
-    waited = frozenset(edge for edge, waits in found.items() if waits)
-    return waited, frozenset(found) - waited
+            phases[edge] = phase
+    waited: dict[int, Phase] = {edge: phases[edge] for edge, waits in found.items() if waits}
+    return waited, frozenset(found.keys() - waited)
 
 
 def least_end_us(problem: PlacementProblem, lists: Sequence[str]) -> float:
