@@ -21,6 +21,7 @@ from passes.cost_model.measured.mesh_prices import CachedMeasurements
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.decision import MicrobatchPlacement
 from passes.hardware.cluster import Cluster
+from passes.sharding.search.mesh_search import SearchTables
 from passes.solver.work_limit import WorkLimit
 
 
@@ -55,10 +56,8 @@ class PlacementRequest:
         return planned, planned.record if fitting is None else fitting.finish(planned)
 
     def _search(self, allowance: WorkLimit) -> PlacementSearch:
-        cache = self._cache()
-        if cache is None:
-            return partial(self._plan, allowance=allowance)
-        return partial(cached_or_new_within, cache, self._plan, allowance)
+        cache, plan = self._cache(), partial(self._plan, memos=SearchTables())  # its calls differ in bytes alone
+        return partial(plan, allowance=allowance) if cache is None else partial(cached_or_new_within, cache, plan, allowance)
 
     @property
     def _plan(self) -> Callable[..., PlanResult]:
