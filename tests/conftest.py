@@ -23,7 +23,7 @@ settings.load_profile("tests")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
-        in_order_of_work(items, usual_s=float(config.getini("timeout")))
+        in_order_of_work(items, usual_s=float(config.getini("timeout")) / 2)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -49,5 +49,5 @@ def in_order_of_work(items: list[pytest.Item], usual_s: float) -> None:
 
 @pytest.fixture
 def launch(tmp_path):
-    """`launch(fn, world_size=2, args=(), timeout_s=100, init=True, check=True)`: see `tests.helpers.ranks.run_ranks`."""
+    """`launch(fn, world_size=2, args=(), timeout_s=200, init=True, check=True)`: see `tests.helpers.ranks.run_ranks`."""
     return functools.partial(run_ranks, tmp_path)

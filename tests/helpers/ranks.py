@@ -67,7 +67,7 @@ class RanksFailed(RuntimeError):
         self.failures = failures
 
 
-def run_ranks(folder: Path, fn: Callable[..., Any], world_size: int = 2, args: tuple = (), timeout_s: float = 100,
+def run_ranks(folder: Path, fn: Callable[..., Any], world_size: int = 2, args: tuple = (), timeout_s: float = 200,
               init: bool = True, check: bool = True) -> list[Any]:
     """Call `fn(rank, *args)` on `world_size` new processes and return their results, in order of rank.
 

@@ -74,4 +74,4 @@ def train(rank, folder):
 
 
 def test_ddp_of_accelerate(launch, tmp_path):
-    launch(train, world_size=2, args=(str(tmp_path / "state"),), timeout_s=90, init=False)
+    launch(train, world_size=2, args=(str(tmp_path / "state"),), init=False)

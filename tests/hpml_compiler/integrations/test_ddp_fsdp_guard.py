@@ -236,7 +236,7 @@ def refusals(rank):
 
 
 def test_what_is_refused_says_so(launch):
-    launch(refusals, world_size=2, timeout_s=90)
+    launch(refusals, world_size=2)
 
 
 def forgotten(rank):

@@ -15,7 +15,6 @@ from passes.errors import BadInput
 MODEL, BATCH = nn.Linear(4, 2), (torch.zeros(3, 4),)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("arguments", "options", "said"), [
     ((None, BATCH), {}, "a NoneType, not a torch.nn.Module"),
     ((nn.Linear, BATCH), {}, "the class Linear"),

@@ -121,10 +121,9 @@ def in_stages(rank, options):
     return told(terminal), session.last_plan().seconds
 
 
-@pytest.mark.timeout(60)
 def test_ranks_of_a_pipeline_say_which_stage_they_compile(launch):
     options = {"compiler": "eager", "mesh": {"pp": 2}, "microbatches": 4}
-    (said, seconds), (nothing, others) = launch(in_stages, 2, (options,), timeout_s=50)
+    (said, seconds), (nothing, others) = launch(in_stages, 2, (options,))
     name = "graph_0: "
     assert all(line.startswith(name) for line in said) and not nothing
     steps = [*STEPS[:-1], "checking that the stages fit in memory", "rewriting", "cutting into stages", *HALVES[:1],

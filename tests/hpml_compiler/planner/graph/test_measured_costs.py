@@ -16,8 +16,6 @@ from passes.errors import BadInput
 from passes.hardware.cluster import Cluster
 from passes.session_state import state
 
-pytestmark = pytest.mark.timeout(30)
-
 
 def damaged(folder: Path) -> None:
     folder.joinpath("measurements.sqlite").write_bytes(b"SQLite format 3\0" + b"\1" * 5000)
