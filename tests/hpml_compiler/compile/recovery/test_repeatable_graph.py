@@ -105,18 +105,21 @@ def test_an_optimizer_without_room_steps_in_parts(monkeypatch, caplog, offloads)
             trained(REPLAN, foreach=True)
 
 
-def on_one_rank(rank, half, microbatches):
-    options = {"mesh": {"dp": 2}, "microbatches": microbatches, "compiler": "eager"}
-    norm = nn.BatchNorm1d if microbatches == 1 else nn.LayerNorm
-    expected, _ = trained(options, norm=norm)
-    found, failed = trained({**options, "on_oom": "replan"}, half if rank == 1 else "", (7,), norm=norm)
-    return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)], failed
+def on_one_rank(rank, half, microbatches, axes):
+    found = []
+    for axis, at in axes.items():
+        options = {"mesh": {axis: 2}, "microbatches": microbatches, "compiler": "eager"}
+        norm = nn.BatchNorm1d if microbatches == 1 else nn.LayerNorm
+        expected, _ = trained(options, norm=norm)
+        seen, failed = trained({**options, "on_oom": "replan"}, half if rank == 1 else "", (at,), norm=norm)
+        found.append((all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True)), failed))
+    return found
 
 
-@pytest.mark.parametrize(("half", "microbatches"), [("forward", 2), ("backward", 1)])
-def test_all_ranks_repeat_what_one_failed_in(launch, half, microbatches):
-    (one, none), (other, failed) = launch(on_one_rank, 2, (half, microbatches))
-    assert all(one) and all(other) and (none, failed) == (0, 1)
+@pytest.mark.parametrize(("half", "microbatches", "axes"), [("forward", 2, {"dp": 7, "pp": 3}), ("backward", 1, {"dp": 7})])
+def test_all_ranks_repeat_what_one_failed_in(launch, half, microbatches, axes):
+    one, other = launch(on_one_rank, 2, (half, microbatches, axes))
+    assert one == [(True, 0)] * len(axes) and other == [(True, 1)] * len(axes)
 
 
 def test_errors_of_memory():
