@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from operator import attrgetter
 
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
@@ -23,11 +24,14 @@ from passes.solver.work_limit import WorkLimit
 log = logging.getLogger("hpml")
 GAIN = 0.05
 """Part of the step that a search has to gain, or that recomputation takes, where the step fits without the search."""
+WAITING, LONG_US = 0.25, 1e6
+"""Part of a step that waits for communication, and its time, from which a search for stages or another mesh is worth its time
+although the step fits."""
 
 
 def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
-    """Plan as the options say, and if that does not fit, recomputes much under a memory budget, or if they leave axes of the
-    mesh open, whatever they leave open.
+    """Plan as the options say, and if that does not fit, recomputes much under a memory budget, waits much for communication,
+    or if they leave axes of the mesh open, whatever they leave open.
     Raises BadInput and Infeasible."""
     options = traces.options
     if leaves_axes_open(options, cluster.world_size):
@@ -46,17 +50,25 @@ def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
             raise
         log.info("placements alone do not fit: %s; hpml searches over microbatches, recomputation and stages", refusal.what)
         return search.run(proves=True)
-    return _with_less_recomputed(traces, cluster, plan) if options.memory_budget is not None else plan
+    return _with_less_lost(traces, cluster, plan)
 
 
-def _with_less_recomputed(traces: TracedModel, cluster: Cluster, plan: Plan) -> Plan:
-    """A plan with other microbatches, stages or mesh, where recomputation takes `GAIN` of the step of this one, and that is
-    faster; else this one."""
-    again_us, now_us = sum(graph.predicted.again_us for graph in plan.graphs), simulate(plan).step_us
-    if again_us < GAIN * now_us or (search := joint_search_of(traces, cluster)) is None:
+def _with_less_lost(traces: TracedModel, cluster: Cluster, plan: Plan) -> Plan:
+    """A plan with other microbatches, stages or mesh that is faster, where this one recomputes for `GAIN` of its step under a
+    memory budget, or waits for communication for `WAITING` of a long one; else this one."""
+    again_us, computed_us, optimizer_us, all_us = (sum(part(graph.predicted) for graph in plan.graphs) for part in (
+        attrgetter("again_us"), attrgetter("compute_us"), attrgetter("optimizer_us"), attrgetter("step_time_us")))
+    budget, may_wait = traces.options.memory_budget, traces.options.mesh is None and all_us >= LONG_US
+    if budget is None and not may_wait:
         return plan
-    log.info("recomputation takes %s of a step of %s; hpml searches over microbatches and stages, too", format_us(again_us),
-             format_us(now_us))
+    now_us = simulate(plan).step_us
+    waited_us = now_us - again_us - computed_us - optimizer_us
+    recomputes = budget is not None and again_us >= GAIN * now_us
+    waits = may_wait and now_us >= LONG_US and waited_us >= WAITING * now_us
+    if not (recomputes or waits) or (search := joint_search_of(traces, cluster)) is None:
+        return plan
+    log.info("recomputation takes %s, and waiting for communication %s, of a step of %s; hpml searches over microbatches and "
+             "stages, too", format_us(again_us), format_us(max(waited_us, 0.0)), format_us(now_us))
     search.below_us = now_us
     try:
         found = search.run(proves=True)

@@ -116,6 +116,18 @@ def test_what_fits_is_planned_as_before():
     assert graph.microbatches is None and graph.kept is None and graph.pipeline is None
 
 
+def test_what_fits_but_waits_for_slow_links_is_cut_into_stages():
+    """Stages send each other fewer bytes than all gradients have."""
+    made = Cluster.parse("2x1:h100-80g").group
+    slow = replace(made.device, name="slow", peak_flops_per_s={"float32": 4e9},  # type: ignore[arg-type]
+                   matmul_half_dim=0.0, attention_half_dim=0.0, matmul_ramp_us=0.0, attention_ramp_us=0.0)
+    cluster = Cluster((replace(made, device=slow, inter_node=replace(made.inter_node, bandwidth_bytes_per_s=3e6)),))
+    model, batch = transformer(512, 128, 4, 6, rows=64, length=32)
+    found, pinned = (hpml_compiler.plan(model, batch, cluster=cluster, **EAGER, **pins) for pins in ({}, {"mesh": {"dp": 2}}))
+    assert found.mesh == {"pp": 2} and not pinned.mesh.keys() & {"pp"}
+    assert simulate(found).step_us < 0.8 * simulate(pinned).step_us
+
+
 def test_pins_stay_and_the_rest_is_decided():
     limit = int(0.6 * roomy())
     plan = planned(limit, mesh={"dp": 2}, microbatches=4)
