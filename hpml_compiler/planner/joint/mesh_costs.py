@@ -125,7 +125,7 @@ class MeshCosts:
         return () if self.folded is None else self.folded.lists
 
     def _frontier(self) -> tuple[SavedChoice, ...]:
-        """Of one repeated layer, unsharded and with the whole batch; () where no few layers stand for the others."""
+        """Frontier of one repeated layer, unsharded and with the whole batch; () where no few layers stand for the others."""
         folded, options, annotated = self.folded, self.traces.options, self.annotated
         if folded is None or len(folded.lists) > 1 or options.offloads("saved"):
             return ()

@@ -20,6 +20,7 @@ from hpml_compiler.instruments.calibration.device_calibration import (
 from hpml_compiler.instruments.calibration.measured_rows import MeasuredRow, read_rows
 from passes.errors import BadInput
 from passes.hardware.cluster import Cluster, DeviceSheet, builtin_sheet
+from passes.json_records import FrozenMap
 
 TRUE = {"matmul_efficiency": 0.4, "attention_efficiency": 0.5, "memory_efficiency": 0.7}
 MODEL = '''
@@ -62,7 +63,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("calibrate")
     sheet = builtin_sheet("a100-80g")
     device = replace(sheet.device, name="toy", memory_bandwidth_bytes_per_s=2e10,
-                     peak_flops_per_s={"float32": 1e12})  # type: ignore[arg-type]
+                     peak_flops_per_s=FrozenMap({"float32": 1e12}))
     replace(sheet, device=device).save(folder / "toy.json")
     (folder / "models.py").write_text(MODEL)
     rows = []

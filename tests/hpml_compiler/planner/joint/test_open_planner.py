@@ -19,6 +19,7 @@ from hpml_compiler.planner.joint.open_decisions import OPEN_SCHEDULES, OpenDecis
 from hpml_compiler.simulate.simulator import simulate
 from passes.errors import Infeasible
 from passes.hardware.cluster import Cluster
+from passes.json_records import FrozenMap
 from passes.pipeline.pipeline_schedule import make_schedule
 from passes.pipeline.pipeline_timeline import TimedStage, simulate_pipeline
 from tests.hpml_compiler.planner.test_offline_budget import EAGER
@@ -119,7 +120,7 @@ def test_what_fits_is_planned_as_before():
 def test_what_fits_but_waits_for_slow_links_is_cut_into_stages():
     """Stages send each other fewer bytes than all gradients have."""
     made = Cluster.parse("2x1:h100-80g").group
-    slow = replace(made.device, name="slow", peak_flops_per_s={"float32": 4e9},  # type: ignore[arg-type]
+    slow = replace(made.device, name="slow", peak_flops_per_s=FrozenMap({"float32": 4e9}),
                    matmul_half_dim=0.0, attention_half_dim=0.0, matmul_ramp_us=0.0, attention_ramp_us=0.0)
     cluster = Cluster((replace(made, device=slow, inter_node=replace(made.inter_node, bandwidth_bytes_per_s=3e6)),))
     model, batch = transformer(512, 128, 4, 6, rows=64, length=32)
