@@ -89,7 +89,7 @@ def for_calls_on_outputs(options: Options) -> str:
     if not options.shards_outputs or options.stage_ranks > 1:
         return ""
     apply = {"compiler", "mesh", "mesh_order", "compile_blocks", "solver", "solver_options", "time_limit", "gap", "cluster",
-             "costs", "objective", "power_cap", "monitor", "local_steps", "outer_optimizer"}
+             "costs", "objective", "power_cap", "monitor", "local_steps", "outer_optimizer", "on_oom"}
     return json.dumps(options.model_dump(mode="json", include=apply, exclude_defaults=True), sort_keys=True)
 
 

@@ -59,10 +59,10 @@ def search_within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, allow
     longer_s = LONGER * allowance.seconds
     while shares and len(search.tried) <= MOST_TRIALS and allowance.left_s > (0 if search.fitting() else -longer_s):
         latest = search.look(shares[0], bytes_left)
-        if latest is None:  # so many saved values fit nowhere, but some of them may be recomputed
-            del shares[0]
-        elif _excess(latest) <= 0:
+        if latest is not None and _excess(latest) <= 0:
             break
+        if latest is None or bytes_left <= 0:  # so many saved values fit nowhere, but some of them may be recomputed
+            del shares[0]
         else:
             bytes_left -= _excess(latest)
     if allowance.is_over:

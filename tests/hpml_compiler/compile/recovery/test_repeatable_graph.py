@@ -35,8 +35,8 @@ class Small(nn.Module):
 
 
 def trained(options, half="", at=(), step_of_failure=1, loss=True, between=lambda model: None, steps=3, norm=nn.BatchNorm1d,
-            **settings):
-    """Losses, gradients, parameters and buffers; and how often it failed."""
+            late=False, **settings):
+    """Losses, gradients, parameters and buffers; and how often it failed. late: only after the model's own forward."""
     fresh()
     with failures() as failing:
         model = Small(loss, norm)
@@ -45,9 +45,12 @@ def trained(options, half="", at=(), step_of_failure=1, loss=True, between=lambd
         x, seen = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).sin(), []
         torch.manual_seed(1)
         for step in range(steps):
-            if step == step_of_failure and half:
+            fails = step == step_of_failure and half
+            if fails and not late:
                 failing.arm(half, *at)
             out = call(x)
+            if fails and late:
+                failing.arm(half, *at)
             out = out if loss else out.square().mean()
             between(model)
             out.backward()
@@ -113,13 +116,30 @@ def on_one_rank(rank, half, microbatches, axes):
         expected, _ = trained(options, norm=norm)
         seen, failed = trained({**options, "on_oom": "replan"}, half if rank == 1 else "", (at,), norm=norm)
         found.append((all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True)), failed))
+    if half == "forward":
+        found.append(_in_graph_of_loss(rank))
     return found
+
+
+def _in_graph_of_loss(rank):
+    """In step 0, in the graph of the script's own loss, not yet part of the model's. It is repeated with microbatches."""
+    before, options = torch.get_default_dtype(), {"mesh": {"dp": 2}, "compiler": "eager"}
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected, _ = trained(options, loss=False, norm=nn.LayerNorm)
+        seen, failed = trained({**options, "on_oom": "replan"}, "forward" if rank == 1 else "", (1,), 0, False,
+                               norm=nn.LayerNorm, late=True)
+    finally:
+        torch.set_default_dtype(before)
+    running = [graph for graph in session.last_plan().graphs if graph.kept is not None]
+    same = all(torch.allclose(a, b, rtol=0, atol=1e-15) for a, b in zip(seen, expected, strict=True))
+    return same and len(running) == 1, failed
 
 
 @pytest.mark.parametrize(("half", "microbatches", "axes"), [("forward", 2, {"dp": 7, "pp": 3}), ("backward", 1, {"dp": 7})])
 def test_all_ranks_repeat_what_one_failed_in(launch, half, microbatches, axes):
     one, other = launch(on_one_rank, 2, (half, microbatches, axes))
-    assert one == [(True, 0)] * len(axes) and other == [(True, 1)] * len(axes)
+    assert set(one) == {(True, 0)} and set(other) == {(True, 1)} and len(one) == len(axes) + (half == "forward")
 
 
 def test_errors_of_memory():

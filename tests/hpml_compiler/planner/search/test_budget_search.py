@@ -108,6 +108,13 @@ def test_a_budget_that_no_trial_meets_is_refused_with_the_least():
     assert "at the peak: parameters and optimizer state 20 B" in caught.value.what
 
 
+def test_placements_that_count_no_bytes_are_not_found_again_and_again():
+    table = Table(whole={**WHOLE, "state": 0, "counted": (0, 0)})
+    with pytest.raises(Infeasible, match="needs at least 50 B"):
+        table.answer(40)
+    assert table.tried == ["whole"] and len(table.asked) < 15
+
+
 def row(us, again_us, state, above, counted):
     return {"us": us, "again_us": again_us, "state": state, "above": above, "counted": (state, counted)}
 
