@@ -12,12 +12,13 @@ from hpml_compiler.plans.pipeline_records import PipelinePlan, StagePlan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.plan_prices import PlanPrices
 from hpml_compiler.simulate.plan_step_graph import step_graph
+from hpml_compiler.simulate.step_energy import Activity
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.graph.step_phase import FORWARD
 from passes.pipeline.pipeline_timeline import TimedStage
 from passes.simulation.event_simulator import simulate_tasks
 from passes.simulation.rank_program import ProgramEntry
-from passes.simulation.step_graph import StepGraph, Transfer
+from passes.simulation.step_graph import StepGraph, Transfer, TransferHop
 from passes.simulation.step_lowering import lower_step
 from passes.simulation.step_timeline import EmbeddedCommunication
 
@@ -28,7 +29,7 @@ PP_AXIS = "pp"
 class StageTimes:
     """Times of one stage in µs: forward and backward of one microbatch, without gradient accumulation, and the communication
     inside them. around_us, reduce_us: computation and communication done once in a step, before or after the loop over
-    microbatches."""
+    microbatches. loop, once: all of that, by kind of kernel, for one microbatch and once in a step."""
 
     forward_us: float
     backward_us: float
@@ -36,6 +37,8 @@ class StageTimes:
     reduce_us: float
     forward_inside: EmbeddedCommunication
     backward_inside: EmbeddedCommunication
+    loop: Activity = Activity()
+    once: Activity = Activity()
 
 
 def times_of_stages(graph: GraphPlan, operations: Sequence[Mapping[str, int]], prices: PlanPrices, *, recompute: bool = False,
@@ -50,14 +53,13 @@ def times_of_stages(graph: GraphPlan, operations: Sequence[Mapping[str, int]], p
 def _times(step: StepGraph, own: Mapping[str, int], stages: int, recompute: bool, overlap: bool, contention: float,
            ) -> StageTimes:
     calls = tuple(replace(call, runs=own[call.name]) for call in step.calls if own.get(call.name) and call.when == "loop")
-    around_us = sum(call.us * own.get(call.name, 0) for call in step.calls if call.when != "loop")
-    inside: list[Transfer] = []
-    once_us = 0.0
+    around = [(own[call.name], call) for call in step.calls if own.get(call.name) and call.when != "loop"]
+    inside, once = list[Transfer](), list[tuple[float, TransferHop]]()
     for leg in step.legs:
         owner = step.by_name.get(leg.reader) or step.by_name.get(leg.value)
         here = leg.multiplicity * (1 / stages if owner is None else own.get(owner.name, 0) / owner.runs)
         if leg.gradient and not leg.each or leg.once or owner is None or owner.when != "loop":
-            once_us += here * sum(hop.us for hop in leg.hops)
+            once += [(here, hop) for hop in leg.hops]
         elif here:
             inside.append(replace(leg, multiplicity=max(1, round(here))))
     alone = replace(step, calls=calls, legs=tuple(inside), optimizer_us=0.0, microbatches=1)
@@ -66,7 +68,9 @@ def _times(step: StepGraph, own: Mapping[str, int], stages: int, recompute: bool
     forward_us = max((stop for stop, each in zip(spans.stop_us, made.entries) if each.kind == FORWARD), default=0.0)
     within = [_inside(us, [each for stop, each in zip(spans.stop_us, made.entries) if (stop <= forward_us) == forward])
               for us, forward in ((forward_us, True), (spans.end_us - forward_us, False))]
-    return StageTimes(forward_us, spans.end_us - forward_us, around_us, once_us, *within)
+    return StageTimes(forward_us, spans.end_us - forward_us, sum(runs * call.us for runs, call in around),
+                      sum(runs * hop.us for runs, hop in once), *within, Activity.of_entries(made.entries),
+                      Activity.of_runs(around, once))
 
 
 def _inside(us: float, entries: Sequence[ProgramEntry]) -> EmbeddedCommunication:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from hpml_compiler.optimizer_transient import transient_of
@@ -13,8 +14,9 @@ from hpml_compiler.plans.peak_memory import fullest_moment
 from hpml_compiler.simulate.memory_timeline import moments_of, with_memory, with_stage_memory
 from hpml_compiler.simulate.plan_prices import PlannedPrices, PlanPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
-from hpml_compiler.simulate.scheduled_stages import sends_us, stages_of, times_of_stages
+from hpml_compiler.simulate.scheduled_stages import PP_AXIS, sends_us, stages_of, times_of_stages
 from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
+from hpml_compiler.simulate.step_energy import above_idle_j
 from passes.cost_model import CostModel
 from passes.cost_model.cross_group_allreduce import sum_between_groups_j, sum_between_groups_us
 from passes.cost_model.energy_model import Power
@@ -216,7 +218,11 @@ def _planned_pipeline(plan: Plan, mesh: Mesh | None, cost: CostModel | None, ane
         prices.optimizer_us() * memory.parameters / trained if trained else 0.0)
     sends = sends_us(pipe, own) if own is not None and prices is model else None
     stages = stages_of(pipe, times, sends, optimizer_us, prices.accumulate_us())
-    return _pipeline(plan, mesh, stages, pipe.microbatches, pipe.schedule, pipe.virtual_stages)
+    built = _pipeline(plan, mesh, stages, pipe.microbatches, pipe.schedule, pipe.virtual_stages)
+    if mesh is None:
+        return built
+    return replace(built, above_idle_j=above_idle_j(
+        pipe, [each.loop for each in times], [each.once for each in times], stages, prices.accumulate_us(), mesh, PP_AXIS))
 
 
 def _pipeline(plan: Plan, mesh: Mesh | None, stages: Sequence[TimedStage], microbatches: int, schedule: ScheduleName,
@@ -267,6 +273,8 @@ def _energy_j(built: RankLanes, spans: TaskSpans) -> float | None:
     if len(powers) < len(built.devices):
         return None
     micro_j = sum(power.idle_w * spans.end_us * len(ranks) for power, ranks in zip(powers, built.ranks))
+    if built.above_idle_j is not None:
+        return micro_j * 1e-6 + built.above_idle_j
     for task, kernel, label in zip(built.tasks, built.kernels, built.labels):
         for lane in task.lanes:
             power = powers[lane]

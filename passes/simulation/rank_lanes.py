@@ -22,7 +22,8 @@ GPU-accelerated distributed deep learning", 2025, arXiv 2507.03114)."""
 class RankLanes:
     """Tasks, with the label and the kernel kind of each ("" for communication); for each lane, its ranks and their device
     (None: unknown); and joules on links. intervals, held: for each lane of a pipeline, the live intervals of bytes, and the
-    bytes in memory all the time by part."""
+    bytes in memory all the time by part. above_idle_j: joules of all ranks and links besides those of idle devices, where
+    these do not follow from kernels and link_j."""
 
     tasks: list[StreamTask]
     labels: list[TaskLabel]
@@ -32,6 +33,7 @@ class RankLanes:
     devices: list[Device | None]
     kernels: list[str]
     link_j: float
+    above_idle_j: float | None = None
 
     @staticmethod
     def idle(ranks: int, device: Device | None) -> RankLanes:

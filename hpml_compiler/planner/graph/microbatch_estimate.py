@@ -10,6 +10,8 @@ from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, ParameterPlan, Pr
 from hpml_compiler.simulate.local_sizes import values_of_parameters
 from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
+from hpml_compiler.simulate.simulation import ESTIMATED
+from hpml_compiler.simulate.step_energy import Activity
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.decision import AFTER, MicrobatchPlacement
@@ -34,7 +36,7 @@ def with_microbatches(record: GraphPlan, graph: PlacementGraph, times: Microbatc
     prices = PlannedPrices(record, RepricedPlan(record, MeshPrices(mesh, states)))
     step = step_graph(record, prices)
     return record.model_copy(update={
-        "solver": record.solver.of_another(), "predicted": _predicted(record, step, said.count),
+        "solver": record.solver.of_another(), "predicted": _predicted(record, step, said.count, mesh),
         "memory": _memory(record, step)})
 
 
@@ -91,15 +93,18 @@ def likeness(name: str, parameter: ParameterPlan) -> tuple[object, ...]:
     return block_class(name), parameter.shape, parameter.dtype, parameter.placements, parameter.held
 
 
-def _predicted(record: GraphPlan, step: StepGraph, count: int) -> PredictedCost:
+def _predicted(record: GraphPlan, step: StepGraph, count: int, mesh: Mesh) -> PredictedCost:
     """Sums over all parts, as in the plan of a full batch."""
-    compute = sum(call.us * call.runs * (count if call.when == "loop" else 1) for call in step.calls)
-    compute += (count - 1) * step.accumulate_us
-    communication = sum(hop.us * leg.multiplicity * leg.runs(count) for leg in step.legs for hop in leg.hops)
-    overhead = count * record.predicted.overhead_us
+    calls = [(call.runs * (count if call.when == "loop" else 1), call) for call in step.calls]
+    hops = [(leg.multiplicity * leg.runs(count), hop) for leg in step.legs for hop in leg.hops]
+    adding, overhead = (count - 1) * step.accumulate_us, count * record.predicted.overhead_us
+    compute, communication = sum(runs * call.us for runs, call in calls) + adding, sum(runs * hop.us for runs, hop in hops)
+    optimizer = record.predicted.optimizer_us
+    total = compute + communication + overhead + optimizer
+    work = Activity.of_runs(calls, hops).beside(Activity({"pointwise": adding + optimizer}))
     return record.predicted.model_copy(update={
-        "compute_us": compute, "communication_us": communication, "overhead_us": overhead, "energy_j": None,
-        "energy_label": None, "step_time_us": compute + communication + overhead + record.predicted.optimizer_us})
+        "compute_us": compute, "communication_us": communication, "overhead_us": overhead, "step_time_us": total,
+        "energy_j": work.step_j(total, mesh), "energy_label": ESTIMATED})
 
 
 def _memory(record: GraphPlan, step: StepGraph) -> MemoryBytes:

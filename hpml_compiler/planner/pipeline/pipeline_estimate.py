@@ -13,9 +13,12 @@ from hpml_compiler.plans.pipeline_records import PipelinePlan, SentPlan, StagePl
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
 from hpml_compiler.simulate.scheduled_stages import StageTimes, sends_us, stages_of, times_of_stages
+from hpml_compiler.simulate.simulation import ESTIMATED
+from hpml_compiler.simulate.step_energy import above_idle_j
+from passes.cost_model.energy_model import Power
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.hardware.cluster import Cluster
-from passes.hardware.mesh import mesh_from_pin
+from passes.hardware.mesh import Mesh, mesh_from_pin
 from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.pipeline.pipeline_timeline import TimedStage, pipeline_tasks, simulate_pipeline
 from passes.simulation.event_simulator import simulate_tasks
@@ -46,20 +49,23 @@ def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: Pipeline
     record = over_all_axes(record, mesh)
     # The solved problem places the full graph on the ranks of one stage.
     record = record.model_copy(update={"solver": record.solver.of_another()})
-    prices = MeshPrices(mesh_from_pin(mesh, cluster), states)
-    times = times_of_stages(record, [part.operations for part in parts], PlannedPrices(record, RepricedPlan(record, prices)))
+    mesh_prices = MeshPrices(mesh_from_pin(mesh, cluster), states)
+    prices = PlannedPrices(record, RepricedPlan(record, mesh_prices))
+    times = times_of_stages(record, [part.operations for part in parts], prices)
     stages = tuple(_stage(k, record, parts, table, times[k]) for k in range(len(parts)))
     pipe = PipelinePlan(schedule=table.name, ranks=mesh[PP_AXIS], microbatches=table.microbatches, step_us=0.0, bubble=0.0,
                         stages=stages)
     pipe = pipe.model_copy(update={"stages": tuple(
         stage.model_copy(update={"send_us": on, "return_us": back})
-        for stage, (on, back) in zip(stages, sends_us(pipe, prices), strict=True))})
+        for stage, (on, back) in zip(stages, sends_us(pipe, mesh_prices), strict=True))})
     record = _with_memory(record, pipe, memory)
-    prices = PlannedPrices(record, RepricedPlan(record, prices))
+    prices = PlannedPrices(record, RepricedPlan(record, mesh_prices))
     known = stages_of(pipe, times, None, prices.optimizer_us(), prices.accumulate_us())
     played = simulate_pipeline(table, known)
     pipe = pipe.model_copy(update={"step_us": played.step_us, "bubble": played.bubble})
-    return _with_times(record.model_copy(update={"pipeline": pipe}), known)
+    above_j = above_idle_j(pipe, [each.loop for each in times], [each.once for each in times], known, prices.accumulate_us(),
+                           mesh_prices.mesh, PP_AXIS)
+    return _with_times(record.model_copy(update={"pipeline": pipe}), known, above_j, mesh_prices.mesh)
 
 
 def _stage(k: int, record: GraphPlan, parts: Sequence[StagePart], table: PipelineSchedule, times: StageTimes) -> StagePlan:
@@ -123,8 +129,8 @@ def peaks_of_ranks(record: GraphPlan, pipe: PipelinePlan, memory: Sequence[Graph
             for rank, own in enumerate(memory)]
 
 
-def _with_times(record: GraphPlan, stages: Sequence[TimedStage]) -> GraphPlan:
-    """Compute and communication are averages over ranks."""
+def _with_times(record: GraphPlan, stages: Sequence[TimedStage], above_j: float, mesh: Mesh) -> GraphPlan:
+    """Compute and communication are averages over ranks. above_j: joules besides those of idle devices."""
     pipe = record.pipeline
     assert pipe is not None, "it was put there"
     built = pipeline_tasks(stages, pipe.microbatches, pipe.schedule, pipe.ranks)
@@ -135,7 +141,8 @@ def _with_times(record: GraphPlan, stages: Sequence[TimedStage]) -> GraphPlan:
     pipe = pipe.model_copy(update={"stages": own})
     return record.model_copy(update={"pipeline": pipe, "predicted": record.predicted.model_copy(update={
         "step_time_us": spans.end_us, "compute_us": parts.compute_us, "communication_us": parts.communication_us,
-        "overhead_us": 0.0, "energy_j": None, "energy_label": None})})
+        "overhead_us": 0.0, "energy_j": above_j + mesh.size * Power.of(mesh.device).idle_w * spans.end_us * 1e-6,
+        "energy_label": ESTIMATED})})
 
 
 def _parts(stage: TimedStage, microbatches: int, again_us: float) -> dict[str, float]:

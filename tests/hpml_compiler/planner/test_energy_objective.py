@@ -10,8 +10,11 @@ import hpml_compiler
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.simulate.plan_prices import RepricedPlan
+from hpml_compiler.simulate.simulator import simulate
 from hpml_compiler.units import parse_watts
 from passes.cost_model.energy_model import Power, capped_cluster, link_j
+from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.errors import BadInput
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
@@ -71,6 +74,38 @@ def test_the_energy_of_a_plan_follows_from_what_it_lists(objective, cap, layers)
     rest = kernels + links + graph.predicted.optimizer_us * power.memory_w
     low, high = (1e-6 * 4 * (rest + moving_us * watts) for watts in (power.communication_w, power.memory_w))
     assert low * (1 - 1e-3) <= graph.predicted.energy_j <= high * (1 + 1e-3)
+
+
+def test_the_energy_of_stages_follows_from_what_they_list():
+    """Recomputed from the records alone: each stage on its rank, which is idle in bubbles."""
+    cluster = Cluster.parse("1x4:a100-80g")
+    plan = hpml_compiler.plan(*gpt(4), cluster=cluster, mesh={"pp": 4}, microbatches=4)
+    (graph,), power = plan.graphs, Power.of(cluster.device)
+    pipe, mesh = graph.pipeline, mesh_from_pin({"pp": 4}, cluster)
+    prices = RepricedPlan(graph, MeshPrices(mesh, states=2))
+    once, above_uj = {*graph.microbatches.before, *graph.microbatches.after}, 0.0
+    for stage in pipe.stages:
+        for name, runs in stage.operations.items():
+            operation = graph.operations[name]
+            us = operation.predicted_us if name in once else 4 * prices.operation_us(name, 0.25)
+            above_uj += runs * us * (power.kernel_w(operation.kind) - power.idle_w)
+        above_uj += 4 * (stage.send_us + stage.return_us) * (power.communication_w - power.idle_w)
+        above_uj += 4e6 * sum(link_j("send_recv", mesh.axes[0], each.bytes) for each in stage.sends)
+        above_uj += stage.parts["optimizer"] * (power.memory_w - power.idle_w)
+    idle_uj = 4 * power.idle_w * graph.predicted.step_time_us
+    assert graph.predicted.energy_j > 1e-6 * (idle_uj + above_uj)  # gradients of microbatches are added, too
+    assert graph.predicted.energy_j == pytest.approx(1e-6 * (idle_uj + above_uj), rel=0.02)
+    found = simulate(plan)
+    assert found.energy_j == pytest.approx(graph.predicted.energy_j + 4e-6 * power.idle_w * (
+        found.step_us - graph.predicted.step_time_us))
+
+
+def test_a_loop_over_microbatches_takes_more_energy_than_the_batch_at_once(plans):
+    found = planned(gpt(), mesh=MESH, microbatches=2)
+    whole, loop = plans["time"].predicted, found.predicted
+    assert loop.energy_label == "estimated" and whole.energy_j < loop.energy_j < 2 * whole.energy_j
+    above_idle = [cost.energy_j - 55 * 4e-6 * cost.step_time_us for cost in (whole, loop)]
+    assert above_idle[0] < above_idle[1] < 2 * above_idle[0]
 
 
 def test_less_power_is_slower_and_draws_less():
