@@ -148,17 +148,18 @@ class PlanContent(PlanFile):
             "seconds": dict.fromkeys(PHASES[:4], 0.0) | self.seconds,
             "unplanned": [part.model_dump(mode="json") for part in self.unplanned],
             "rejected": [attempt.model_dump(mode="json") for attempt in self.rejected],
-            "families": [] if objective != "time" else _families_json(self.mesh, solvers[0].cost if len(solvers) == 1 else None,
-                                                                      self.rejected),
+            "families": _families_json(self.mesh, solvers[0].cost if len(solvers) == 1 else None, self.rejected,
+                                       ("s", 1e-6) if objective == "time" else ("j", 1e-6 * self.world_size)),
             "stages": _stages_json(graphs[0].pipeline if graphs else None),
         }
 
 
 def _simulated_s(solvers: Sequence[SolverReport]) -> tuple[float | None, float | None]:
-    """The simulated step and its bound, where configurations were compared by it: those of one graph."""
-    if len(solvers) != 1 or solvers[0].simulated_us is None or solvers[0].simulated_bound_us is None:
+    """The simulated step, where configurations were compared by it, and its bound, where time was minimized: those of one
+    graph."""
+    if len(solvers) != 1 or (us := solvers[0].simulated_us) is None:
         return None, None
-    return solvers[0].simulated_us * 1e-6, solvers[0].simulated_bound_us * 1e-6
+    return us * 1e-6, None if (bound := solvers[0].simulated_bound_us) is None else bound * 1e-6
 
 
 def _sums(parts: Iterable[Record], kind: type[Record]) -> dict[str, Any]:
@@ -177,25 +178,26 @@ def _sum(values: list[Any]) -> Any:
     return sum(values)
 
 
-def _families_json(mesh: Mapping[str, int], cost_us: float | None, rejected: Sequence[MeshAttempt]) -> list[dict[str, Any]]:
+def _families_json(mesh: Mapping[str, int], cost: float | None, rejected: Sequence[MeshAttempt],
+                   unit: tuple[str, float]) -> list[dict[str, Any]]:
     """By number of stages, fewest first: the configuration with the least cost, or where none was planned with the least bound,
-    the least bound of all, and why it was not chosen; no reason for the answer's number. mesh, cost_us: of the answer."""
+    the least bound of all, and why it was not chosen; no reason for the answer's number. mesh, cost: of the answer. unit:
+    its suffix, and the factor from a solver's cost."""
     found: dict[int, list[MeshAttempt]] = {mesh.get(STAGES_AXIS, 1): []}
     for each in rejected:
         found.setdefault(each.mesh.get(STAGES_AXIS, 1), []).append(each)
-    return [_family(stages, dict(mesh) if stages == mesh.get(STAGES_AXIS, 1) else None, cost_us, found[stages])
+    return [_family(stages, dict(mesh) if stages == mesh.get(STAGES_AXIS, 1) else None, cost, found[stages], *unit)
             for stages in sorted(found)]
 
 
-def _family(stages: int, chosen: dict[str, int] | None, cost_us: float | None, others: Sequence[MeshAttempt]) -> dict[str, Any]:
-    bounds = [each.bound for each in others if each.bound is not None]
-    bound_s = min(bounds) * 1e-6 if bounds else None
-    if chosen is not None:
-        return {"stages": stages, "mesh": chosen, "cost_s": None if cost_us is None else cost_us * 1e-6, "bound_s": bound_s,
-                "reason": None}
-    best = min(others, key=lambda each: (each.cost is None, each.cost or each.bound or 0.0))
-    return {"stages": stages, "mesh": dict(best.mesh), "cost_s": None if best.cost is None else best.cost * 1e-6,
-            "bound_s": bound_s, "reason": best.reason}
+def _family(stages: int, chosen: dict[str, int] | None, cost: float | None, others: Sequence[MeshAttempt], suffix: str,
+            factor: float) -> dict[str, Any]:
+    bound = min((each.bound for each in others if each.bound is not None), default=None)
+    best = None if chosen is not None else min(others, key=lambda each: (each.cost is None, each.cost or each.bound or 0.0))
+    cost = cost if best is None else best.cost
+    return {"stages": stages, "mesh": chosen if best is None else dict(best.mesh),
+            f"cost_{suffix}": None if cost is None else cost * factor,
+            f"bound_{suffix}": None if bound is None else bound * factor, "reason": None if best is None else best.reason}
 
 
 def _stages_json(pipeline: PipelinePlan | None) -> list[dict[str, Any]]:

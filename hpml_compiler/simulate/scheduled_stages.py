@@ -66,10 +66,11 @@ def _times(step: StepGraph, own: Mapping[str, int], stages: int, recompute: bool
     made = lower_step([alone], recompute=recompute)
     spans = simulate_tasks(made.tasks(overlap), [contention])
     forward_us = max((stop for stop, each in zip(spans.stop_us, made.entries) if each.kind == FORWARD), default=0.0)
-    within = [_inside(us, [each for stop, each in zip(spans.stop_us, made.entries) if (stop <= forward_us) == forward])
-              for us, forward in ((forward_us, True), (spans.end_us - forward_us, False))]
+    before, after = [
+        _inside(us, [each for stop, each in zip(spans.stop_us, made.entries) if (stop <= forward_us) == forward])
+        for us, forward in ((forward_us, True), (spans.end_us - forward_us, False))]
     return StageTimes(forward_us, spans.end_us - forward_us, sum(runs * call.us for runs, call in around),
-                      sum(runs * hop.us for runs, hop in once), *within, Activity.of_entries(made.entries),
+                      sum(runs * hop.us for runs, hop in once), before, after, Activity.of_entries(made.entries),
                       Activity.of_runs(around, once))
 
 

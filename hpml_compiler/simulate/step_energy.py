@@ -44,11 +44,14 @@ class Activity:
         power = Power.of(mesh.device)
         return mesh.size * 1e-6 * (power.idle_w * step_us + self.above_idle_uj(power))
 
+    @property
+    def computed(self) -> Activity:
+        return Activity({kernel: us for kernel, us in self.us.items() if kernel})
+
     def mean_w(self, power: Power) -> float:
-        """Mean power above idle of its kernels, in W."""
-        computed = {kernel: us for kernel, us in self.us.items() if kernel}
-        total = sum(computed.values())
-        return Activity(computed).above_idle_uj(power) / total if total else 0.0
+        """Mean power above idle, in W, with that of links."""
+        total = sum(self.us.values())
+        return self.above_idle_uj(power) / total if total else 0.0
 
 
 def above_idle_j(pipe: PipelinePlan, loops: Sequence[Activity], onces: Sequence[Activity], stages: Sequence[TimedStage],
@@ -65,7 +68,8 @@ def above_idle_j(pipe: PipelinePlan, loops: Sequence[Activity], onces: Sequence[
         back_us = stage.return_us if stage.return_us is not None else stages[k - 1].send_us if k else 0.0
         adding_us = accumulate_us * (count - 1) * (stage.held_bytes / max(held) if max(held) else 0.0)
         found += count * (loop.above_idle_uj(power) + (stage.send_us + back_us) * moving_w)
-        found += once.above_idle_uj(power) + plan.again_us * loop.mean_w(power) + (stage.optimizer_us + adding_us) * memory_w
+        found += once.above_idle_uj(power) + plan.again_us * loop.computed.mean_w(power)
+        found += (stage.optimizer_us + adding_us) * memory_w
         found += 1e6 * count * sum(link_j("send_recv", along, each.bytes) for each in plan.sends)
     return found * 1e-6 * (mesh.size // pipe.ranks)
 

@@ -12,7 +12,8 @@ from hpml_compiler.planner.graph import measured_costs
 from hpml_compiler.planner.graph.graph_planning import plan_graph
 from hpml_compiler.planner.graph.plan_assembly import as_plan
 from hpml_compiler.planner.joint.chosen_configuration import ChosenConfiguration
-from hpml_compiler.planner.joint.joint_search import FoundPlan, JointSearch
+from hpml_compiler.planner.joint.joint_objective import FoundPlan
+from hpml_compiler.planner.joint.joint_search import JointSearch
 from hpml_compiler.planner.joint.open_decisions import described_pins
 from hpml_compiler.planner.joint.open_planner import GAIN, joint_search_of
 from hpml_compiler.planner.search.fitting_search import memory_limit
@@ -49,9 +50,10 @@ def search_graph(captured: CapturedModel, cluster: Cluster, refusal: Infeasible 
 
 def faster_configurations(captured: CapturedModel, cluster: Cluster, record: GraphPlan) -> tuple[ChosenConfiguration, ...]:
     """Configurations with stages, or with microbatches that leave less to recompute, whose simulated step is shorter than that
-    of this plan without them by `GAIN` or more, the fastest first. None where prices are not measured, or ranks share a CPU."""
+    of this plan without them by `GAIN` or more, the fastest first. None where prices are not measured, ranks share a CPU, or
+    energy is minimized."""
     options = captured.options
-    if not _are_measured(captured, cluster, record.graph_hash):
+    if options.objective != "time" or not _are_measured(captured, cluster, record.graph_hash):
         return ()
     now_us = simulate(as_plan([record], (), options, str(cluster))).step_us
     recomputes = record.predicted.again_us >= GAIN * now_us and "microbatches" not in options.model_fields_set
@@ -66,7 +68,7 @@ def faster_configurations(captured: CapturedModel, cluster: Cluster, record: Gra
     search = joint_search_of(captured, cluster)
     if search is None:
         return ()
-    search.decisions, search.below_us = replace(search.decisions, pipelined=None if recomputes else True), most_us
+    search.decisions, search.below = replace(search.decisions, pipelined=None if recomputes else True), most_us
     try:
         if {*search.decisions.stage_counts()}:
             search.run()
@@ -113,7 +115,7 @@ def _run(search: JointSearch) -> None:
 def _chosen(search: JointSearch, plans: Sequence[FoundPlan], why: str, fits: bool = False) -> tuple[ChosenConfiguration, ...]:
     """The fastest first. fits: where nothing is recomputed, a configuration comes without a memory budget first, as pinned."""
     found = list[ChosenConfiguration]()
-    for each in sorted(plans, key=lambda each: each.simulated_us):
+    for each in sorted(plans, key=lambda each: each.cost):
         made = _configuration(search, each, why)
         if fits and made.memory_budget is not None and not any(graph.predicted.again_us for graph in each.plan.graphs):
             found.append(made.model_copy(update={"memory_budget": None}))

@@ -75,6 +75,9 @@ class StageCost:
     accumulate_us: float = 0.0
     placed: bool = True
     overlapped: LeastOverlapped = LeastOverlapped()
+    compute_w: float = 0.0
+    moved_w: float = 0.0
+    least_uj: float = 0.0
 
     @property
     def tensor(self) -> int:
@@ -88,7 +91,7 @@ class StageCost:
                        state_bytes=self.state_bytes * splits_of(self.mesh) / splits_of(mesh),
                        saved_bytes=self.saved_bytes * more, largest_bytes=self.largest_bytes * more,
                        output_bytes=self.output_bytes * more, compute_us=self.compute_us * more,
-                       layers_us=self.layers_us * more, end_us=self.end_us * more)
+                       layers_us=self.layers_us * more, end_us=self.end_us * more, least_uj=self.least_uj * more)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class LeastWork:
     """The least computation of a step, on any mesh, if it were spread evenly over all ranks. us: of a rank, of which layers_us
     is in repeated layers, of which forward is the part forward_share, and end_us after the last one; layers: their number, 0
     where they differ. saved: what one of them, unsharded and with the whole batch, may save, and recomputes then; (): unknown.
-    """
+    uj: its energy above that of an idle device."""
 
     us: float = 0.0
     layers_us: float = 0.0
@@ -104,13 +107,15 @@ class LeastWork:
     forward_share: float = 0.0
     layers: int = 0
     saved: tuple[SavedChoice, ...] = ()
+    uj: float = 0.0
 
     def with_another(self, cost: StageCost, stages: int) -> LeastWork:
         """The least of these and one more mesh, of a stage of so many."""
         share = min(self.forward_share, cost.forward_share) if self.us else cost.forward_share
         return replace(self, us=min(self.us or math.inf, cost.compute_us / stages), forward_share=share,
                        layers_us=min(self.layers_us if self.us else math.inf, cost.layers_us / stages),
-                       end_us=min(self.end_us if self.us else math.inf, cost.end_us / stages))
+                       end_us=min(self.end_us if self.us else math.inf, cost.end_us / stages),
+                       uj=min(self.uj if self.us else math.inf, cost.least_uj / stages))
 
 
 @dataclass(frozen=True)
@@ -239,6 +244,19 @@ class JointCandidate:
         return self._us(self._gathered, saved=True)
 
     @cached_property
+    def above_idle_uj(self) -> float:
+        """Estimated energy of a rank above that of an idle one, in µJ."""
+        cost = self.cost
+        again_us = max(self.us - self.saved_us, 0.0)
+        moved_us = cost.us - cost.compute_us - cost.parameter_us + self._parameter_us(self._gathered)
+        return (cost.compute_us * cost.compute_w + moved_us * cost.moved_w) / self.stages + again_us * cost.compute_w
+
+    @property
+    def least_above_idle_uj(self) -> float:
+        """No placements of this configuration take less energy of a rank above that of an idle one, in µJ."""
+        return max(self.least.uj, self.cost.least_uj / self.stages)
+
+    @cached_property
     def _gathered(self) -> bool:
         return self.bytes_with(KEPT_OF_ALL, True) <= ROOM * self.limit and self._us(True) <= self._us(False)
 
@@ -248,8 +266,11 @@ class JointCandidate:
         bubble = self.schedule.bubble * (self.stages - 1) / self.microbatches
         work_us = (self.cost.us - self.cost.parameter_us) * (self._uneven + bubble) * (1.0 + FORWARD * again ** STEEP)
         work_us += (self.microbatches - 1) * self.cost.accumulate_us if gathered else 0.0
-        moved_us = self.cost.parameter_us if gathered or not self.in_loop else self.microbatches * self.cost.repeated_us
+        moved_us = self._parameter_us(gathered)
         return (max(work_us, moved_us) + (self.contention - 1.0) * min(work_us, moved_us)) / self.stages
+
+    def _parameter_us(self, gathered: bool) -> float:
+        return self.cost.parameter_us if gathered or not self.in_loop else self.microbatches * self.cost.repeated_us
 
     @property
     def _uneven(self) -> float:

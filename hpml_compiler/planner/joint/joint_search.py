@@ -5,7 +5,8 @@ Placements of the whole batch, with everything saved and no limit on saved bytes
 their mesh and on others with the same tensor axis. Configurations are planned in the order of these estimates, like pinned
 ones; each plan corrects the estimates of configurations like it. Those whose estimate is above the simulated step of the best
 plan so far are not planned. The search ends when none is left, or with the work limit. Of the plans that fit, the one whose
-simulated step is fastest is the answer. In the end, meshes whose bounds are the lowest are placed, too, which raises these.
+simulated step takes the least time, or energy, is the answer. In the end, meshes whose bounds are the lowest are placed, too,
+which raises these.
 """
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.joint.joint_candidate import KEPT_OF_ALL, JointCandidate, StageCost
+from hpml_compiler.planner.joint.joint_objective import FoundPlan, JointObjective
 from hpml_compiler.planner.joint.mesh_costs import MeshCosts
 from hpml_compiler.planner.joint.open_decisions import OpenDecisions
 from hpml_compiler.planner.joint.search_refusal import SearchRefusal
@@ -25,8 +27,7 @@ from hpml_compiler.planner.offline_planner import plan_candidate
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
 from hpml_compiler.plans.schema import MeshAttempt
-from hpml_compiler.simulate.simulator import simulate
-from hpml_compiler.visualize.formatting import format_bytes, format_us
+from hpml_compiler.visualize.formatting import format_bytes
 from passes.checkpointing.layers.layer_boundary import LayersDiffer
 from passes.errors import BadInput, Infeasible
 from passes.graph.analyzed_graph import AnalyzedGraph
@@ -52,15 +53,6 @@ FOR_BOUNDS = 0.75
 """Multiple of the work limit for placements that only raise the bound."""
 AGAIN, MOST_AGAIN = 2.0, 3
 """Multiple of the work limit for configurations that were refused when their part of it was over, and their number."""
-
-
-@dataclass(frozen=True)
-class FoundPlan:
-    """A plan that fits. simulated_us: of its step, with overlap: the objective."""
-
-    simulated_us: float
-    plan: Plan
-    candidate: JointCandidate
 
 
 @dataclass
@@ -90,10 +82,12 @@ class JointSearch:
     """Least estimated bytes of configurations that were planned and do not fit, by mesh."""
     ratios: dict[Hashable, float] = field(default_factory=dict)
     """Simulated step over estimate of the latest plans that are alike (see `_likeness`), on a mesh without recomputation."""
-    below_us: float = math.inf
-    """Simulated step of a known plan: only what may be faster is planned."""
+    below: float = math.inf
+    """Cost of a known plan: only what may be cheaper is planned."""
+    objective: JointObjective = field(init=False)
 
     def __post_init__(self) -> None:
+        self.objective = JointObjective.of(self.traces.options.objective, self.cluster, self.traces.options.power_cap)
         self.of_meshes = MeshCosts(self.traces, self.annotated, self.folded, self.cluster, self.allowance.seconds)
 
     @property
@@ -102,7 +96,7 @@ class JointSearch:
 
     @property
     def best(self) -> FoundPlan | None:
-        return min(self.found, key=lambda each: each.simulated_us, default=None)
+        return min(self.found, key=lambda each: each.cost, default=None)
 
     def run(self, proves: bool = False) -> Plan:
         """The fastest plan that was found. proves: raise the bound in the end, which a run does not show. Raises Infeasible."""
@@ -136,20 +130,21 @@ class JointSearch:
         return found
 
     def _order(self, candidate: JointCandidate) -> tuple[bool, float]:
-        return not candidate.may_fit, self._expected_us(candidate) * (1 + LATER * (candidate.in_loop + (candidate.stages > 1)))
+        return not candidate.may_fit, self._expected(candidate) * (1 + LATER * (candidate.in_loop + (candidate.stages > 1)))
 
-    def _expected_us(self, candidate: JointCandidate) -> float:
-        """The estimate, corrected by what a plan on the same mesh took, or else one of the same family."""
+    def _expected(self, candidate: JointCandidate) -> float:
+        """The estimated cost, corrected by what a plan on the same mesh took, or else one of the same family."""
         mesh, family = _likeness(candidate)
-        return max(candidate.us * self.ratios.get(mesh, self.ratios.get(family, 1.0)), candidate.bound_us)
+        us = max(candidate.us * self.ratios.get(mesh, self.ratios.get(family, 1.0)), candidate.bound_us)
+        return max(self.objective.expected(candidate, us), self.objective.bound(candidate))
 
     def _plan_all(self, candidates: Iterable[JointCandidate]) -> None:
         unlikely, later, waiting = 0, 0, deque(candidates)
         while waiting:
             best, candidate = self.best, waiting.popleft()
-            if candidate.bound_us == math.inf:
+            if self.objective.bound(candidate) == math.inf:
                 self._skip(candidate, f"its state takes at least {format_bytes(candidate.least_bytes)}")
-            elif self._expected_us(candidate) >= (self.below_us if best is None else best.simulated_us):
+            elif self._expected(candidate) >= (self.below if best is None else best.cost):
                 self._skip(candidate, "its estimate is above the best plan")
             elif best is not None and self.allowance.is_over or self.allowance.left_s < -self.allowance.seconds:
                 self.unplanned += 1
@@ -195,9 +190,10 @@ class JointSearch:
         if plan.memory.peak > candidate.limit:
             self._refuse(candidate, f"it takes {format_bytes(plan.memory.peak)}", part.was_over and not last)
             return
-        us = simulate(plan).step_us
-        log.info("%s on the mesh %s: %s a step, %s", candidate, candidate.mesh, format_us(us), format_bytes(plan.memory.peak))
-        self.found.append(FoundPlan(us, plan, candidate))
+        us, cost = self.objective.simulated(plan)
+        log.info("%s on the mesh %s: %s a step, %s", candidate, candidate.mesh, self.objective.format(cost),
+                 format_bytes(plan.memory.peak))
+        self.found.append(FoundPlan(us, cost, plan, candidate))
         mesh, family = _likeness(candidate)
         saved_us = us - sum(graph.predicted.again_us for graph in plan.graphs)
         self.ratios[mesh] = saved_us / candidate.saved_us if candidate.saved_us else 1.0
@@ -214,10 +210,11 @@ class JointSearch:
         else:
             self._reject(candidate, reason)
 
-    def _reject(self, candidate: JointCandidate, reason: str, us: float | None = None) -> None:
+    def _reject(self, candidate: JointCandidate, reason: str, cost: float | None = None) -> None:
         log.info("rejected: %s on the mesh %s, %s", candidate, candidate.mesh, reason)
-        bound = candidate.bound_us if candidate.bound_us < math.inf else None
-        self.rejected.append(MeshAttempt(mesh=candidate.mesh, cost=us, bound=bound, reason=f"{candidate}: {reason}"))
+        bound = found if (found := self.objective.bound(candidate)) < math.inf else None
+        self.rejected.append(MeshAttempt(mesh=candidate.mesh, cost=cost, bound=bound, reason=f"{candidate}: {reason}",
+                                         objective=self.objective.name))
 
     def _skip(self, candidate: JointCandidate, reason: str) -> None:
         """Reject without a plan. The first one of each mesh, which has the lowest estimate, stands for the others."""
@@ -226,15 +223,15 @@ class JointSearch:
             self._reject(candidate, reason)
             return
         first = self.rejected[known]
-        if candidate.bound_us < (math.inf if first.bound is None else first.bound):
-            self.rejected[known] = first.model_copy(update={"bound": candidate.bound_us})
+        if (bound := self.objective.bound(candidate)) < (math.inf if first.bound is None else first.bound):
+            self.rejected[known] = first.model_copy(update={"bound": bound})
 
     def _raise_bounds(self) -> None:
         """Place the whole batch on meshes of which only an estimate is known, as long as one of them has the lowest bound."""
         best, limit = self.best, WorkLimit(FOR_BOUNDS * self.allowance.seconds)
         while best is not None and not limit.is_over and self.considered:
-            lowest = min(self.considered, key=lambda each: each.bound_us)
-            if lowest.cost.placed or lowest.bound_us >= (1.0 - self.traces.options.gap) * best.simulated_us:
+            lowest = min(self.considered, key=self.objective.bound)
+            if lowest.cost.placed or self.objective.bound(lowest) >= (1.0 - self.traces.options.gap) * best.cost:
                 break
             cost, mesh = self.of_meshes.exact(lowest.stages, lowest.cost.mesh, limit), lowest.mesh
             if cost is not None:
@@ -245,8 +242,8 @@ class JointSearch:
                 break
             else:  # no configuration on it can be planned
                 self.considered = [each for each in self.considered if each.mesh != mesh]
-        falling = sorted((each for each in self.considered if each.bound_us < math.inf), key=lambda each: -each.bound_us)
-        bounds = {tuple(each.mesh.items()): each.bound_us for each in falling}  # the last one of a mesh counts
+        falling = sorted((each for each in self.considered if each.bound_us < math.inf), key=self.objective.bound, reverse=True)
+        bounds = {tuple(each.mesh.items()): self.objective.bound(each) for each in falling}  # the last one of a mesh counts
         self.rejected = [each.model_copy(update={"bound": bounds.get(tuple(each.mesh.items()), each.bound)})
                          for each in self.rejected]
 
@@ -270,16 +267,17 @@ class JointSearch:
     def _reported(self, best: FoundPlan) -> Plan:
         """The plan with the bound over all configurations that were considered."""
         for each in (each for each in self.found if each is not best):
-            self._reject(each.candidate, "its simulated step is slower", each.simulated_us)
-        us, plan, candidate = best.simulated_us, best.plan, best.candidate
-        bound = min([us, *(each.bound_us for each in self.considered), *(each.simulated_us for each in self.found)])
-        gap = 1.0 - bound / us if us else 0.0
+            self._reject(each.candidate, "its simulated step " + self.objective.is_worse, each.cost)
+        cost, plan, candidate = best.cost, best.plan, best.candidate
+        bound = min([cost, *map(self.objective.bound, self.considered), *(each.cost for each in self.found)])
+        gap = 1.0 - bound / cost if cost else 0.0
         optimal = gap <= self.traces.options.gap and not self.allowance.is_over
-        solved = {"status": "optimal" if optimal else "feasible", "cost": us, "bound": bound, "gap": gap,
-                  "simulated_us": us, "simulated_bound_us": bound}
+        solved = {"status": "optimal" if optimal else "feasible", "cost": cost, "bound": bound, "gap": gap,
+                  "simulated_us": best.simulated_us,
+                  "simulated_bound_us": bound if self.objective.name == "time" else None}
         graphs = tuple(graph.model_copy(update={"solver": graph.solver.model_copy(update=solved)}) for graph in plan.graphs)
         log.info("nothing was pinned: hpml chose the mesh %s, %s; it is at most %.1f %% above the bound of %s", candidate.mesh,
-                 candidate, 100 * gap, format_us(bound))
+                 candidate, 100 * gap, self.objective.format(bound))
         return plan.model_copy(update={"graphs": graphs, "rejected": tuple(self.rejected)})
 
     def _refused(self) -> Infeasible:

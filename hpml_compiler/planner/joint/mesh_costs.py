@@ -14,11 +14,13 @@ from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
 from hpml_compiler.simulate.plan_prices import PlannedPrices
 from hpml_compiler.simulate.plan_step_graph import step_graph
+from hpml_compiler.simulate.step_energy import Activity
 from passes.analyses.storage_program_builder import BuildStorageProgram
 from passes.annotations import read
 from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM
 from passes.checkpointing.recompute_frontier import SavedChoice, recompute_frontier
 from passes.cost_model.cost_terms import copy
+from passes.cost_model.energy_model import Power, capped_cluster
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.errors import Infeasible
 from passes.graph.analyzed_graph import AnalyzedGraph
@@ -31,7 +33,7 @@ from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.sharding.oracle.memory_model import MemoryModel
 from passes.sharding.search.mesh_placement import MeshPlacement
 from passes.sharding.search.mesh_search import SearchTables
-from passes.sharding.search.overlap_bound import OverlapShares, least_end_us, least_overlapped_us
+from passes.sharding.search.overlap_bound import OverlapShares, least_above_idle_uj, least_end_us, least_overlapped_us
 from passes.sharding.strategies.group_strategies import GroupStrategyCache
 from passes.simulation.rank_lanes import CONTENTION
 from passes.simulation.step_graph import StepGraph
@@ -80,8 +82,9 @@ class MeshCosts:
         options, folded, within = self.traces.options, self.folded, WorkLimit(LATER * self.seconds)
         cluster, budget = cluster_of_stage(self.cluster, stages), stages * memory_limit(options, self.cluster)
         own = options.model_copy(update={"mesh": mesh or None, "memory_budget": budget, "microbatches": 1, "recompute": {},
-                                         "schedule": "auto", "virtual_stages": 1})
-        part, bounds = within if limit is None else limit.part(within.seconds), list[tuple[LeastOverlapped, float]]()
+                                         "schedule": "auto", "virtual_stages": 1, "objective": "time"})
+        part, bounds = within if limit is None else limit.part(within.seconds), list[tuple[LeastOverlapped, float, float]]()
+        power = Power.of(capped_cluster(cluster, options.power_cap).device)
         try:
             planned = plan_graph(self.annotated, own, cluster, lifetimes=MemoryModel(0.0), budget_bytes=budget,
                                  memos=SearchTables(joints=self.joints),
@@ -90,7 +93,8 @@ class MeshCosts:
                                  further=0 if folded is None else folded.further,
                                  inspect=lambda placed, solver: bounds.append((
                                      self._bounds(placed, solver, stages, part),
-                                     least_end_us(placed.problem, self._lists))))
+                                     least_end_us(placed.problem, self._lists),
+                                     least_above_idle_uj(placed, power))))
         except Infeasible as error:
             self.refusal = self.refusal or error
             return None
@@ -102,13 +106,17 @@ class MeshCosts:
         prices = MeshPrices(mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
         parameter_us, repeated_us = _parameter_us(step, record.parameters)
         layers_us, forward_us = _layers_us(step, self._lists)
-        overlapped, end_us = bounds[0]
+        overlapped, end_us, least_uj = bounds[0]
+        computed, moved = (Activity.of_runs(calls, hops) for calls, hops in (
+            ([(call.runs, call) for call in step.calls], ()),
+            ((), [(leg.multiplicity, hop) for leg in step.legs for hop in leg.hops])))
         return StageCost(
             mesh, record.predicted.step_time_us, record.solver.bound or 0.0,
             (2 + options.resident_states) * trained / splits_of(mesh), float(record.memory.activations), float(largest),
             self._output_bytes() / math.prod(mesh.values()), parameter_us,
             record.predicted.compute_us, trained, layers_us, end_us, forward_us / layers_us if layers_us else 0.0,
-            repeated_us, copy(3.0 * trained / mesh.get(TENSOR_AXIS, 1), prices), overlapped=overlapped)
+            repeated_us, copy(3.0 * trained / mesh.get(TENSOR_AXIS, 1), prices), overlapped=overlapped,
+            compute_w=computed.mean_w(power), moved_w=moved.mean_w(power), least_uj=least_uj)
 
     def _bounds(self, placed: MeshPlacement, solver: SolverOptions, stages: int, limit: WorkLimit) -> LeastOverlapped:
         beside = CONTENTION[self.cluster.device.kind] - 1.0

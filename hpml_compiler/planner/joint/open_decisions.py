@@ -53,7 +53,7 @@ class OpenDecisions:
     def any(self) -> bool:
         """True if the search has a choice that planning with these options does not have."""
         options = self.options
-        if options.plan is not None or options.objective != "time" or options.mesh_order is not None:
+        if options.plan is not None or options.mesh_order is not None:
             return False
         return self.microbatches_are_open and self.rows > 1 or self.saved_is_open or self.axes_are_open
 

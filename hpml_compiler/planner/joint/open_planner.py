@@ -7,12 +7,12 @@ from operator import attrgetter
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.microbatching import few_of, loss_of
+from hpml_compiler.planner.joint.joint_objective import JointObjective
 from hpml_compiler.planner.joint.joint_search import JointSearch
 from hpml_compiler.planner.joint.open_decisions import LARGE, OpenDecisions, described_pins, leaves_axes_open
 from hpml_compiler.planner.offline_planner import plan_traces
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
-from hpml_compiler.simulate.simulator import simulate
 from hpml_compiler.visualize.formatting import format_bytes, format_us
 from passes.analyses.cross_sample_ops import mixing_operations
 from passes.analyses.microbatch_dims import rows_of
@@ -54,14 +54,16 @@ def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
 
 
 def _with_less_lost(traces: TracedModel, cluster: Cluster, plan: Plan) -> Plan:
-    """A plan with other microbatches, stages or mesh that is faster, where this one recomputes for `GAIN` of its step under a
-    memory budget, or waits for communication for `WAITING` of a long one; else this one."""
+    """A plan with other microbatches, stages or mesh that is faster, or takes less energy if that is the objective, where this
+    one recomputes for `GAIN` of its step under a memory budget, or waits for communication for `WAITING` of a long one; else
+    this one."""
     again_us, computed_us, optimizer_us, all_us = (sum(part(graph.predicted) for graph in plan.graphs) for part in (
         attrgetter("again_us"), attrgetter("compute_us"), attrgetter("optimizer_us"), attrgetter("step_time_us")))
     budget, may_wait = traces.options.memory_budget, traces.options.mesh is None and all_us >= LONG_US
     if budget is None and not may_wait:
         return plan
-    now_us = simulate(plan).step_us
+    objective = JointObjective.of(traces.options.objective, cluster, traces.options.power_cap)
+    now_us, now = objective.simulated(plan)
     waited_us = now_us - again_us - computed_us - optimizer_us
     recomputes = budget is not None and again_us >= GAIN * now_us
     waits = may_wait and now_us >= LONG_US and waited_us >= WAITING * now_us
@@ -69,13 +71,13 @@ def _with_less_lost(traces: TracedModel, cluster: Cluster, plan: Plan) -> Plan:
         return plan
     log.info("recomputation takes %s, and waiting for communication %s, of a step of %s; hpml searches over microbatches and "
              "stages, too", format_us(again_us), format_us(max(waited_us, 0.0)), format_us(now_us))
-    search.below_us = now_us
+    search.below = now
     try:
         found = search.run(proves=True)
     except Infeasible as error:
         log.info("no other configuration is faster: %s", error.what)
         return plan
-    return found if simulate(found).step_us < now_us else plan
+    return found if objective.simulated(found)[1] < now else plan
 
 
 def joint_search_of(traces: TracedModel, cluster: Cluster, refusal: Infeasible | None = None) -> JointSearch | None:

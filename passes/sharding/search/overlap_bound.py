@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from passes.cost_model.energy_model import Power
 from passes.graph.layouts import parse_layout
 from passes.graph.placement_graph import Value
 from passes.graph.step_phase import BACKWARD, FORWARD, Phase
@@ -123,6 +124,29 @@ def least_end_us(problem: PlacementProblem, lists: Sequence[str]) -> float:
     return sum(min(choice.cost for choice in problem.problem.entities[problem.entities.of_group[group.index]].choices)
                for group in problem.groups if elsewhere.isdisjoint(group.operations)
                and not after.isdisjoint(group.operations) and any(graph.values[v].batch for v in group.inputs))
+
+
+def least_above_idle_uj(placed: MeshPlacement, power: Power) -> float:
+    """Least energy in µJ of the computation on a rank, over all placements of a problem at prices in µs, above that of an idle
+    device: each group of operations at the least of their powers, or of that of communication, where it reduces inside."""
+    problem, entities, found = placed.problem, placed.solved.entities, dict[int, float]()
+    for group in problem.groups:
+        kinds = {problem.graph.operations[k].kind for k in group.operations} - {"view"}
+        watts = min((power.kernel_w(kind) for kind in kinds), default=power.idle_w)
+        number = problem.entities.of_group[group.index]
+        found[number] = min(found.get(number, watts), watts)
+    total = 0.0
+    for number, watts in found.items():
+        reducing = min(watts, power.communication_w)
+        total += entities[number].multiplicity * min(
+            choice.cost * ((reducing if _reduces(option) else watts) - power.idle_w)
+            for choice, option in zip(entities[number].choices, problem.entities.drafts[number].options, strict=True))
+    return total
+
+
+def _reduces(option: EntityChoice) -> bool:
+    return option.group is not None and any(
+        any(taken.reduced) for joint in option.group.combination for taken in joint.operations)
 
 
 def _waits(problem: PlacementProblem, value: Value, group: int, edge: int, phase: Phase) -> bool:

@@ -93,6 +93,20 @@ def test_a_step_that_does_not_fit_is_planned_so_that_it_does():
     assert all(each.cost is None or each.cost >= graph.solver.bound for each in plan.rejected)
 
 
+def test_the_plan_that_fits_with_the_least_energy_is_no_dearer_than_the_fastest():
+    limit = int(0.6 * roomy())
+    found, fast = planned(limit, objective="energy"), planned(limit)
+    solver, device_uj = found.graphs[0].solver, simulate(found).energy_j * 1e6 / 2
+    assert found.peak.bytes <= limit and solver.objective == "energy"
+    assert solver.cost == pytest.approx(device_uj) and solver.simulated_us == pytest.approx(simulate(found).step_us)
+    assert device_uj <= simulate(fast).energy_j * 1e6 / 2 and simulate(fast).step_us <= simulate(found).step_us
+    assert 0 < solver.bound <= min([solver.cost, *(each.bound for each in found.rejected if each.bound is not None)])
+    assert all(each.cost is None or each.cost >= solver.cost for each in found.rejected)
+    summary = found.summary_json()
+    assert summary["bound_j"] == pytest.approx(2e-6 * solver.bound) and summary["bound_s"] is summary["step_bound_s"] is None
+    assert min(each["cost_j"] for each in summary["families"] if each["cost_j"]) == pytest.approx(2e-6 * solver.cost)
+
+
 @pytest.mark.parametrize("part", [0.9, 0.6])
 def test_logits_that_are_the_peak_go_through_in_microbatches(part):
     limit = int(part * planned(10**11, Head(), (TOKENS,)).peak.bytes)
@@ -147,7 +161,7 @@ def test_decisions_that_are_open():
     def of(rows: int = 8, **options) -> OpenDecisions:
         return OpenDecisions(Options.parse(options), Cluster.parse("2x4:a100-80g"), rows)
 
-    assert of().any and not of(microbatches=2, recompute={"*": "full"}).any and not of(objective="energy").any
+    assert of().any and not of(microbatches=2, recompute={"*": "full"}).any and of(objective="energy").any
     assert list(of().stage_counts()) == [1, 2, 4] and list(of(mesh={"pp": 2, "dp": 4}).stage_counts()) == [2]
     assert list(of(mesh={"tp": 2}).stage_counts()) == [1, 2, 4] and of(mesh={"tp": 2}).stage_meshes(2) == [{"dp": 2, "tp": 2}]
     assert of(mesh={"pp": 2}).stage_meshes(2) == of().stage_meshes(2) and not of(mesh={"x": 2}).has_meshes

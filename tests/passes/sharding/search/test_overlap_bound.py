@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from passes.cost_model.energy_model import Power
 from passes.hardware.axis import device_axes
 from passes.sharding.formulation.decision_decoder import decode
 from passes.sharding.oracle.cost_check import recompute_cost
@@ -13,11 +14,14 @@ from passes.sharding.search.mesh_placement import MeshPlacement, solve_on_mesh
 from passes.sharding.search.overlap_bound import (
     OverlapShares,
     edges_of_activations,
+    least_above_idle_uj,
     least_end_us,
     least_overlapped_us,
     overlapped,
 )
 from passes.simulation.rank_lanes import one_lane
+from passes.simulation.step_graph import StepGraph
+from passes.simulation.step_lowering import lower_step
 from passes.solver.ilp_search import solve
 from tests.helpers.axes import axes_of
 from tests.passes.graphs import Builder, Prices, V, aten
@@ -30,14 +34,17 @@ AXES = axes_of(2, 2)
 EVEN = Prices(latency=(30.0, 30.0), us_per_flop=1.0)
 
 
-def simulated_us(answer: MeshPlacement, prices: Prices, shares: OverlapShares, contention: float) -> float:
+def step_of(answer: MeshPlacement, prices: Prices, shares: OverlapShares) -> StepGraph:
     """The step of the best placements by these shares."""
     problem = answer.problem
     decision = decode(problem, solve(overlapped(answer, shares)))
     cost = recompute_cost(problem.graph, problem.groups, problem.saved, decision, prices, TrainingStateModel(),
                           problem.bucket_bytes)
-    step = step_graph(problem.graph, problem.groups, problem.saved, decision, cost, prices)
-    return one_lane([step]).run(contention).end_us
+    return step_graph(problem.graph, problem.groups, problem.saved, decision, cost, prices)
+
+
+def simulated_us(answer: MeshPlacement, prices: Prices, shares: OverlapShares, contention: float) -> float:
+    return one_lane([step_of(answer, prices, shares)]).run(contention).end_us
 
 
 @given(graphs(), st.sampled_from([EVEN, Prices(us_per_flop=10.0), Prices(latency=(1e3, 1e3), us_per_flop=0.01)]),
@@ -52,6 +59,21 @@ def test_no_simulated_step_takes_less(graph, prices, contention):
     assert recomputing <= bound * (1 + 1e-9)
     for share in (0.0, contention - 1.0, 1.0, 5.0):
         assert bound <= simulated_us(answer, prices, OverlapShares(share, share), contention) * (1 + 1e-9) + 1e-6
+
+
+@given(graphs(), st.sampled_from([EVEN, Prices(us_per_flop=10.0), Prices(latency=(1e3, 1e3), us_per_flop=0.01)]))
+@settings(max_examples=40, deadline=None)
+def test_no_placements_compute_with_less_energy(graph, prices):
+    answer = solve_on_mesh(graph, AXES, prices)
+    assert isinstance(answer, MeshPlacement)
+    power = Power(arithmetic_w=400.0, memory_w=260.0, communication_w=150.0, idle_w=50.0)
+    bound = least_above_idle_uj(answer, power)
+    assert bound > 0.0
+    for share in (0.0, 1.0, 5.0):
+        step = step_of(answer, prices, OverlapShares(share, share))
+        spent = sum(each.us * ((power.kernel_w(each.kernel) if each.kernel else power.communication_w) - power.idle_w)
+                    for each in lower_step([step]).entries)
+        assert bound <= spent * (1 + 1e-9) + 1e-6
 
 
 def test_without_free_overlap_it_is_the_bound_of_the_sum():
