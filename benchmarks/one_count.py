@@ -35,7 +35,7 @@ def counts(plan: Any) -> dict[str, int]:
     return {
         "record": plan.peak.bytes, "table": plan.memory.peak, "explain": memory_json(plan, peak_of(plan))["peak_bytes"],
         "simulation": played.peak_bytes, "curve": max(nbytes for _, nbytes in played.memory),
-        "monitor": sum(expected_parts(plan.step_graphs, step_peak_bytes(plan.step_graphs, options, plan.cluster)).values()),
+        "monitor": sum(expected_parts(plan.step_graphs, step_peak_bytes(plan.step_graphs, options, plan.hardware)).values()),
     }
 
 

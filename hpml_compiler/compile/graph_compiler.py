@@ -248,7 +248,7 @@ class GraphCompiler:
         planned, step = decided.planned, decided.step
         if self.made.stages is not None or planned is None or step is None:
             return
-        self.entry.enter(planned.record, planned.cluster, planned.rejected, step.annotated.interface.training)
+        self.entry.enter(planned.record, planned.rejected, step.annotated.interface.training)
         self.lowering.step_us = self.entry.step_us
         self.session.device_mesh(planned.mesh)  # the last collective setup that all ranks meet for
         self.all_ranks.agreed = True
@@ -274,7 +274,7 @@ class GraphCompiler:
         if (entry := earlier.entry) is None:
             return
         record = entry.record.model_copy(update={"seconds": {}, "frame": compat.frame_being_compiled()})
-        self.entry.enter(record, entry.cluster, entry.rejected, earlier.training)
+        self.entry.enter(record, entry.rejected, earlier.training)
         self.lowering.step_us = self.entry.step_us
         if this_rank() == 0:
             self.session.decided.setdefault(entry.structure, record)

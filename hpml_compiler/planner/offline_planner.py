@@ -62,9 +62,9 @@ def _planned(traces: TracedModel, cluster: Cluster, allowance: WorkLimit, hurrie
         records = planner.plan(traces, allowance)
     except Infeasible as error:
         if isinstance(error.plan, GraphPlan):
-            error.plan = as_plan([error.plan], planner.rejected, options, str(cluster))
+            error.plan = as_plan([error.plan], planner.rejected, options, cluster)
         raise
-    plan = as_plan(records, planner.rejected, options, str(cluster))
+    plan = as_plan(records, planner.rejected, options, cluster)
     sizes = {name: p.numel() for name, p in traces.model.named_parameters()}
     return plan.model_copy(update={"unplanned": tuple(
         UnplannedPart(reason=each.reason, where=each.where, parameters=each.parameters, used=each.used,

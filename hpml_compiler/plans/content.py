@@ -38,7 +38,6 @@ class PlanContent(PlanFile):
     format_version: int = FORMAT_VERSION
     torch_version: str
     world_size: Annotated[int, Field(ge=1)]
-    cluster: str | None
     mesh: Mesh
     options: dict[str, JsonValue]
     graphs: Annotated[tuple[GraphPlan, ...], Field(strict=False)]
@@ -52,6 +51,8 @@ class PlanContent(PlanFile):
             raise ValueError(f"format_version is {self.format_version}, this hpml reads {FORMAT_VERSION}")
         if math.prod(self.mesh.values()) != self.world_size:
             raise ValueError(f"the mesh {self.mesh} does not multiply to world_size {self.world_size}")
+        if self.hardware is not None and self.hardware.world_size != self.world_size:
+            raise ValueError(f"hardware has {self.hardware.world_size} devices, world_size is {self.world_size}")
         for graph in self.graphs:
             if list(graph.mesh.items()) != list(self.mesh.items()):
                 raise ValueError(f"graph {graph.name!r} has the mesh {graph.mesh}, the plan has {self.mesh}")

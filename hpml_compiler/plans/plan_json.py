@@ -7,16 +7,33 @@ from typing import Any
 
 from typing_extensions import Self
 
-from hpml_compiler.plans.record_fields import Record
+from hpml_compiler.plans.record_fields import Hardware, Record
 from passes.errors import BadInput
 from passes.filesystem.text_files import read_text, write_file
+from passes.hardware.cluster import Cluster
 from passes.json_records import parse_json
 
 FORMAT_VERSION = 7
 
 
 class PlanFile(Record):
-    """Base of records that are saved to a JSON file; subclasses validate the file's contents in `from_json`."""
+    """Base of records that are saved to a JSON file; subclasses validate the file's contents in `from_json`.
+
+    cluster: name for people. hardware: devices and links that the plan was made for, under its power cap; plans that are
+    written by hand, or by earlier releases, have none.
+    """
+
+    cluster: str | None
+    hardware: Hardware | None = None
+
+    @property
+    def known_cluster(self) -> Cluster | None:
+        """The cluster that prices the plan: its own hardware, else what its name is here. None if it names a device file that
+        is missing or a local machine."""
+        try:
+            return self.hardware or (Cluster.parse(self.cluster) if self.cluster else None)
+        except BadInput:
+            return None
 
     def to_json(self) -> str:
         """The plan as strict JSON text."""

@@ -17,7 +17,6 @@ class PlanResult:
     decision: Decision
     record: GraphPlan
     rejected: tuple[MeshAttempt, ...]
-    cluster: str = ""
     checkpointing: CheckpointDecision | None = None
     """The checkpointing decision of this rank's graph, under a budget (`hpml_compiler.planner.search.budget_search`)."""
     repeats: LoopGathers | None = None

@@ -1,9 +1,18 @@
 """Base class and field types of a plan's records."""
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, StringConstraints
+
+from passes.hardware.cluster import Cluster
+from passes.json_records import from_json, to_json
+
+
+def _cluster(value: Any) -> Cluster:
+    return value if isinstance(value, Cluster) else from_json(Cluster, value, "hardware")
+
+
 
 Placement = Annotated[str, StringConstraints(pattern=r"^(R|P|M|S\(\d+(\.\d+)?\))$")]
 # strict=False lets a JSON list become the tuple that a frozen model needs; items stay strict
@@ -16,6 +25,7 @@ ClassId = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(
 Count = Annotated[int, Field(ge=0)]
 Microseconds = Annotated[float, Field(ge=0.0)]
 Mesh = dict[str, Annotated[int, Field(ge=1)]]
+Hardware = Annotated[Cluster, PlainValidator(_cluster), PlainSerializer(to_json)]
 
 
 class Record(BaseModel):

@@ -31,6 +31,7 @@ from passes.errors import BadInput
 from passes.graph.decision import LossChunking
 from passes.graph.layouts import StoredLayout
 from passes.hardware.axis import device_axes
+from passes.hardware.cluster import Cluster
 from passes.op_rules.base import REPLICATE
 from passes.session_state import state, state_of
 from passes.transforms.shard.redistributor import MeshGroups
@@ -50,7 +51,7 @@ class Session:
     """Graph cache keys of the graphs so far, since a plan may depend on the graphs before it."""
     rejected: list[MeshAttempt] = field(default_factory=list)
     options: Options = field(default_factory=lambda: Options.parse(None))
-    cluster: str = ""
+    cluster: Cluster | None = None
     redundancy: int = 0
     """Ranks that are to hold a copy of each rank's state, as the options of any graph ask for."""
     looked: bool = False
@@ -76,7 +77,7 @@ class Session:
         """Name of the graph that is compiled next."""
         return f"graph_{len(self.graphs) + len(self.unplanned)}"
 
-    def enter(self, record: GraphPlan | Callable[[str], GraphPlan], options: Options, cluster: str,
+    def enter(self, record: GraphPlan | Callable[[str], GraphPlan], options: Options, cluster: Cluster,
               rejected: Iterable[MeshAttempt] = ()) -> None:
         """Record the plan of a graph, or a factory that builds it on demand."""
         if isinstance(record, GraphPlan):

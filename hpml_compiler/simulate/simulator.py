@@ -135,7 +135,7 @@ def _mixed(plan: MixedPlan, cluster: Cluster | str | None, recompute: bool, micr
     if whole is not None and [group.size for group in whole.groups] != [group.devices for group in plan.groups]:
         raise BadInput(f"the plan's groups have {[group.devices for group in plan.groups]} devices, but those of {whole} have "
                        f"{[group.size for group in whole.groups]}", "simulate", "name a cluster with the same groups")
-    known = whole or _parsed(plan.cluster)
+    known = whole or plan.known_cluster
     lanes: list[RankLanes] = []
     for number, group in enumerate(plan.groups):
         if group.plan is None:
@@ -150,19 +150,12 @@ def _mixed(plan: MixedPlan, cluster: Cluster | str | None, recompute: bool, micr
 
 
 def _mesh(plan: Plan, cluster: Cluster | str | None) -> Mesh | None:
-    """The plan's mesh on a cluster. With None, on the plan's own cluster, or None if that cannot be parsed here."""
+    """The plan's mesh on a cluster. With None, on the plan's own cluster, or None if that is not known here: the plan has
+    the times anyway."""
     if cluster is None:
-        known = _parsed(plan.cluster)
+        known = plan.known_cluster
         return mesh_from_pin(plan.mesh, known) if known else None
     return mesh_from_pin(plan.mesh, Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
-
-
-def _parsed(cluster: str | None) -> Cluster | None:
-    """Parse a plan's cluster; None if it names a missing device file or a local machine. The plan has the times anyway."""
-    try:
-        return Cluster.parse(cluster) if cluster else None
-    except BadInput:
-        return None
 
 
 def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, recompute: bool, microbatches: int,

@@ -44,14 +44,14 @@ class PlanEntry:
         """Context that adds its time to the compile times, and says what is done."""
         return compile_phase(what, f"{self.name}: {text}", self.seconds)
 
-    def enter(self, record: GraphPlan, cluster: str, rejected: Iterable[MeshAttempt], training: bool) -> None:
+    def enter(self, record: GraphPlan, rejected: Iterable[MeshAttempt], training: bool) -> None:
         """Enter a plan that was decided at once."""
         solving = record.seconds.get("solve", 0.0)
         record.seconds.update(self.seconds)
         if solving:
             record.seconds["solve"] = self.seconds.get("solve", 0.0) + solving
         self.record, self.seconds = record, record.seconds
-        self.session.enter(record, self.options, cluster, rejected)
+        self.session.enter(record, self.options, self.cluster, rejected)
         if not training:
             return
         self.session.mesh = dict(record.mesh)
@@ -83,7 +83,7 @@ class PlanEntry:
             if this_rank() == 0:
                 warn_of_empty_stages(self.name, found)
             self.session.stage_starts[compat.frame_being_compiled()] = decision.stage_starts
-        self.session.enter(LazyPlan(source, self.seconds, reports), self.options, str(self.cluster))
+        self.session.enter(LazyPlan(source, self.seconds, reports), self.options, self.cluster)
         session.save_plan()
         if found is not None and self.options.monitor:
             place = self.session.device_mesh(decision.mesh).get_local_rank(PP_AXIS)

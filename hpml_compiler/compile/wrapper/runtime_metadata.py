@@ -29,7 +29,6 @@ class SessionEntry:
     structure: structural hash by which later graphs find its decisions (`planner.graph.same_structure`), on rank 0."""
 
     record: GraphPlan
-    cluster: str
     rejected: tuple[MeshAttempt, ...]
     unruled: Mapping[str, tuple[str, ...]]
     structure: str
@@ -67,7 +66,7 @@ class RuntimeMetadata:
     def of_plan(self, annotated: AnalyzedGraph, planned: PlanResult, structure: str) -> RuntimeMetadata:
         """The metadata with the decisions of a plan that was made at once. structure: see `SessionEntry`."""
         record, decision = planned.record, planned.decision
-        entry = SessionEntry(record, planned.cluster, planned.rejected, dict(annotated.graph.unruled), structure)
+        entry = SessionEntry(record, planned.rejected, dict(annotated.graph.unruled), structure)
         return replace(self, training=annotated.interface.training, placements=placements_of(annotated, decision),
                        unsharded=unsharded_inputs(annotated, decision), graph_hash=record.graph_hash, entry=entry)
 

@@ -71,10 +71,10 @@ def formulas(
     """
     given = {} if plan is None else plan.options
     parsed = Options.parse({**given, **options, **({"cluster": cluster} if isinstance(cluster, str) else {})})
+    made_for = None if plan is None or "cluster" in options else plan.hardware
     if not isinstance(cluster, Cluster):
-        world = 1 if plan is None else plan.world_size
-        cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(world, "cpu")
-    cluster = capped_cluster(cluster, parsed.power_cap)
+        cluster = made_for if cluster is None else None
+    cluster = capped_cluster(cluster or _cluster_of(parsed, 1 if plan is None else plan.world_size), parsed.power_cap)
     traces = TracedModel(model, batch, parsed)
     if plan is None:
         plan = plan_traces(traces, cluster)
@@ -118,6 +118,10 @@ def formulas(
     except NotPolynomial as error:
         raise BadInput(f"a size of the model is no polynomial in {', '.join(samples.inputs.sizes)}: {error}", "formulas",
                        "give dims in which it grows evenly, or plan at each size") from error
+
+
+def _cluster_of(options: Options, world: int) -> Cluster:
+    return Cluster.parse(options.cluster) if options.cluster else Cluster.local(world, "cpu")
 
 
 @dataclass

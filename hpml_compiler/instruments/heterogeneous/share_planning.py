@@ -27,6 +27,7 @@ from passes.batch_balance.row_shares import step_us
 from passes.batch_balance.share_search import search_shares
 from passes.batch_balance.time_estimates import TimeEstimate
 from passes.cost_model.cross_group_allreduce import mixed_energy_j, sum_between_groups_us
+from passes.cost_model.energy_model import capped_cluster
 from passes.errors import BadInput, Infeasible
 from passes.hardware.cluster import Cluster
 from passes.solver.work_limit import WorkLimit
@@ -204,6 +205,7 @@ class _GroupPlanner:
         solve = sum(graph.seconds.get("solve", 0.0) for plan in self.plans.values() for graph in plan.graphs)
         return MixedPlan(
             torch_version=torch.__version__, world_size=self.cluster.world_size, cluster=str(self.cluster),
+            hardware=capped_cluster(self.cluster, self.options.power_cap),
             options=self.options.to_json(), batch=self.total, groups=shares,
             cross=CrossReduction(groups=len(active), bytes=self.gradient_bytes if len(active) > 1 else 0,
                                  link=link.name if link else "", predicted_us=self.together_us(active)),

@@ -241,7 +241,7 @@ class GatherChoice:
     def _counted(self, repeats: LoopGathers) -> GraphPlan:
         """The plan in microbatches with its peak."""
         if repeats not in self._plans:
-            self._plans[repeats] = with_peak(self.record_of(repeats), self.options, str(self.cluster))
+            self._plans[repeats] = with_peak(self.record_of(repeats), self.options, self.cluster)
         return self._plans[repeats]
 
     @cached_property

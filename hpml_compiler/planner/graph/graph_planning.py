@@ -137,8 +137,7 @@ def _result(annotated: AnalyzedGraph, conditions: SearchConfig, name: str) -> Pl
         MeshAttempt(mesh=dict(zip(each.mesh.names, each.mesh.shape)), cost=each.cost, bound=each.bound,
                     reason=each.reason, objective=conditions.objective)
         for each in answer.rejected)
-    return PlanResult(dict(zip(answer.mesh.names, answer.mesh.shape)), answer.placed.decision, record, rejected,
-                      str(conditions.cluster))
+    return PlanResult(dict(zip(answer.mesh.names, answer.mesh.shape)), answer.placed.decision, record, rejected)
 
 
 def _holds(given: Plan | None) -> bool:

@@ -14,9 +14,11 @@ from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
+from passes.cost_model.energy_model import capped_cluster
+from passes.hardware.cluster import Cluster
 
 
-def as_plan(graphs: Sequence[GraphPlan], rejected: Sequence[MeshAttempt], options: Options, cluster: str) -> Plan:
+def as_plan(graphs: Sequence[GraphPlan], rejected: Sequence[MeshAttempt], options: Options, cluster: Cluster | None) -> Plan:
     """A plan of graphs that share one mesh."""
     mesh = dict(graphs[0].mesh) if graphs else {}
     alike = [graph for graph in graphs if dict(graph.mesh) == mesh]
@@ -28,7 +30,7 @@ def _are_counted_together(graphs: Sequence[GraphPlan]) -> bool:
     return len(graphs) > 1 and not any(graph.pipeline for graph in graphs)
 
 
-def step_peak_bytes(graphs: Sequence[GraphPlan], options: Options, cluster: str) -> int:
+def step_peak_bytes(graphs: Sequence[GraphPlan], options: Options, cluster: Cluster | None) -> int:
     """Peak bytes of a step that runs these graphs."""
     if _are_counted_together(graphs):
         each_counts = [graph.model_copy(update={"frame": ""}) for graph in graphs]
@@ -36,7 +38,7 @@ def step_peak_bytes(graphs: Sequence[GraphPlan], options: Options, cluster: str)
     return max((with_peak(graph, options, cluster).memory.peak for graph in graphs), default=0)
 
 
-def with_peak(record: GraphPlan, options: Options, cluster: str) -> GraphPlan:
+def with_peak(record: GraphPlan, options: Options, cluster: Cluster | None) -> GraphPlan:
     """The graph's plan with the memory peak of a device in a step of this graph alone."""
     if record.at_peak is not None:
         return record
@@ -50,9 +52,10 @@ def _peak_of(plan: Plan) -> Peak:
     return peak_of_plan(plan)
 
 
-def _plan(graphs: Sequence[GraphPlan], rejected: Sequence[MeshAttempt], options: Options, cluster: str) -> Plan:
+def _plan(graphs: Sequence[GraphPlan], rejected: Sequence[MeshAttempt], options: Options, cluster: Cluster | None) -> Plan:
     mesh = dict(graphs[0].mesh) if graphs else {}
     return Plan(
-        torch_version=torch.__version__, world_size=math.prod(mesh.values()), cluster=cluster, mesh=mesh,
+        torch_version=torch.__version__, world_size=math.prod(mesh.values()), cluster=cluster and str(cluster), mesh=mesh,
         options=options.to_json(), graphs=tuple(graphs), rejected=tuple(rejected),
+        hardware=cluster and capped_cluster(cluster, options.power_cap),
     )

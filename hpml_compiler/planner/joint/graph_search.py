@@ -55,7 +55,7 @@ def faster_configurations(captured: CapturedModel, cluster: Cluster, record: Gra
     options = captured.options
     if options.objective != "time" or not _are_measured(captured, cluster, record.graph_hash):
         return ()
-    now_us = simulate(as_plan([record], (), options, str(cluster))).step_us
+    now_us = simulate(as_plan([record], (), options, cluster)).step_us
     recomputes = record.predicted.again_us >= GAIN * now_us and "microbatches" not in options.model_fields_set
     if options.mesh is not None and not recomputes:
         return ()

@@ -102,7 +102,7 @@ class FittingSearch:
         return self.lifetimes.in_flight if share is None else share
 
     def _counted(self, record: GraphPlan) -> GraphPlan:
-        return with_peak(record, self.options, str(self.cluster))
+        return with_peak(record, self.options, self.cluster)
 
 
 def _or_least(search: Callable[..., PlanResult]) -> tuple[PlanResult, bool]:
@@ -124,7 +124,7 @@ def first_answer(search: PlacementSearch) -> tuple[PlanResult, GraphPlan]:
 
 def check_fits(record: GraphPlan, options: Options, cluster: Cluster) -> GraphPlan:
     """The plan with its peak; raises Infeasible where that is more than a device may hold."""
-    record = with_peak(record, options, str(cluster))
+    record = with_peak(record, options, cluster)
     limit = memory_limit(options, cluster)
     if record.memory.peak > limit:
         raise over_budget(record, limit, options)

@@ -5,8 +5,6 @@ from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.schema import ROOT, GraphPlan
-from passes.errors import HpmlError
-from passes.hardware.cluster import Cluster
 
 
 def budget_of(plan: PlanContent) -> int | None:
@@ -32,13 +30,9 @@ def memory_limit(plan: PlanContent) -> tuple[int | None, str]:
     """The memory budget, else the memory of a device of the plan's cluster; with its name."""
     if budget := budget_of(plan):
         return budget, "the budget"
-    if plan.cluster is None:
+    if (cluster := plan.known_cluster) is None:
         return None, ""
-    try:
-        groups = Cluster.parse(plan.cluster).groups
-    except HpmlError:  # the file of a cluster that is not here
-        return None, ""
-    device = min((group.device for group in groups), key=lambda each: each.memory_bytes)
+    device = min((group.device for group in cluster.groups), key=lambda each: each.memory_bytes)
     if device.kind == "cpu":  # shares the memory of its machine, which a plan does not know
         return None, ""
     return device.memory_bytes, f"the memory of {device.name}"

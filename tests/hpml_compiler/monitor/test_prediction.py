@@ -8,6 +8,7 @@ from hpml_compiler.monitor.kernel_classes import CLASSES
 from hpml_compiler.monitor.prediction import GraphRuns, expected, graph_cost
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.plan_assembly import step_peak_bytes
+from passes.hardware.cluster import Cluster
 from tests.helpers.plans import gpt_graph
 
 
@@ -80,7 +81,7 @@ def test_calls_take_the_overhead_that_was_measured():
 def test_graphs_of_one_model_share_its_optimizer_and_parameters():
     """Two batch sizes in one step: two graphs with the same parameters."""
     def counted(plans) -> int:
-        return step_peak_bytes(plans, Options(), "1x8:cpu")
+        return step_peak_bytes(plans, Options(), Cluster.parse("1x8:cpu"))
 
     graphs, runs = [gpt_graph()] * 2, [GraphRuns(0, 1, 1), GraphRuns(1, 1, 1)]
     one, two = (expected(graphs, [graph_cost(each) for each in graphs], runs[:n], counted) for n in (1, 2))

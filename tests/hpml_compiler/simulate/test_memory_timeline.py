@@ -57,7 +57,7 @@ def test_all_reports_name_the_same_bytes(make, mesh, options, share):
         played = simulate(each)
         assert each.memory.peak == each.peak.bytes == played.peak_bytes == max(nbytes for _, nbytes in played.memory)
         assert memory_json(each, peak_of(each))["peak_bytes"] == each.peak.bytes
-        predicted = step_peak_bytes(each.step_graphs, Options.parse(options), each.cluster)
+        predicted = step_peak_bytes(each.step_graphs, Options.parse(options), each.hardware)
         assert sum(expected_parts(each.step_graphs, predicted).values()) == each.peak.bytes
         times = [us for us, _ in played.memory]
         assert times == sorted(times) and times[-1] == played.step_us
