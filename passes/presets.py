@@ -48,6 +48,7 @@ from passes.sharding.search.placement_passes import AdoptPlacements, DecidePlace
 from passes.simulation.memory.storage_program import Microbatches
 from passes.transforms.cleanup.channels_last import ChannelsLast
 from passes.transforms.cleanup.common_subexpressions import Deduplicate
+from passes.transforms.cleanup.draw_at_positions import DrawAtPositions
 from passes.transforms.cleanup.normalization import Normalize
 from passes.transforms.cleanup.pre_partition import InductorJoint, TagPhases
 from passes.transforms.cleanup.unalias_cat import UnaliasCat
@@ -69,17 +70,18 @@ from passes.transforms.shard.spmd_rewrite import Shard
 
 
 def before_planning(inputs: Sequence[GraphInput], forward_outputs: int | None, microbatches: int = 1,
-                    leaves: bool = True) -> PassManager:
-    """Passes from a traced graph to a graph ready for planning."""
-    return PassManager((Normalize(), Shapes(), Flops(), AnalyzeSignature(tuple(inputs), forward_outputs),
+                    leaves: bool = True, compiler: str = "eager") -> PassManager:
+    """Passes from a graph, traced for a compiler, to a graph ready for planning."""
+    draws = (DrawAtPositions(),) if compiler == "inductor" else ()
+    return PassManager((Normalize(), *draws, Shapes(), Flops(), AnalyzeSignature(tuple(inputs), forward_outputs),
                         FindOperations(microbatches, leaves)))
 
 
 def annotate(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int | None, microbatches: int = 1,
-             leaves: bool = True) -> AnalyzedGraph:
+             leaves: bool = True, compiler: str = "eager") -> AnalyzedGraph:
     """Run the passes before planning; `forward_outputs` is None for a forward graph."""
     start = time.perf_counter()
-    before_planning(inputs, forward_outputs, microbatches, leaves)(gm)
+    before_planning(inputs, forward_outputs, microbatches, leaves, compiler)(gm)
     return AnalyzedGraph(gm, inputs, {"annotate": time.perf_counter() - start})
 
 

@@ -16,9 +16,10 @@ from passes.tracing.joint_trace import JointTrace
 
 
 class GraphBoundaries:
-    """The outputs that planned graphs of a step leave sharded."""
+    """The outputs that planned graphs of a step leave sharded. compiler: that the graphs were traced for."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiler: str) -> None:
+        self._compiler = compiler
         self._left: dict[tuple[str, int], StoredLayout] = {}
 
     def note(self, graph: str, annotated: AnalyzedGraph, decision: Decision) -> None:
@@ -36,9 +37,9 @@ class GraphBoundaries:
             return traced, annotated
         inputs = [replace(x, stored=stored.get(k)) for k, x in enumerate(traced.inputs)]
         gm = copy_graph(traced.gm) if microbatches == 1 else joint_of_loss(traced.gm)
-        analyzed = annotate(gm, inputs, traced.forward_outputs, microbatches)
+        analyzed = annotate(gm, inputs, traced.forward_outputs, microbatches, compiler=self._compiler)
         misfits = set(inputs_that_do_not_fit(analyzed, device_axes(mesh)))
         if misfits:
             inputs = [replace(x, stored=None) if k in misfits else x for k, x in enumerate(inputs)]
-            analyzed = annotate(gm, inputs, traced.forward_outputs, microbatches)
+            analyzed = annotate(gm, inputs, traced.forward_outputs, microbatches, compiler=self._compiler)
         return replace(traced, inputs=inputs), analyzed

@@ -87,7 +87,7 @@ class OfflinePlanner:
         self.met: set[str] = set()
         self.rejected: list[MeshAttempt] = []
         self.only_graph = False
-        self.boundaries = GraphBoundaries()
+        self.boundaries = GraphBoundaries(options.compiler)
 
     def plan(self, traces: TracedModel, allowance: WorkLimit) -> list[GraphPlan]:
         """Plans of all graphs: of a deep model from the trace of a few of its layers, where that is sound."""
@@ -129,12 +129,13 @@ class OfflinePlanner:
         count = fitting_rows(traced, self.options) if annotated is None else microbatches_of(annotated)
         step = StepProblem(
             name, lambda: annotated or annotate(joint_of_loss(traced.gm), traced.inputs, traced.forward_outputs, count,
-                                                self.options.shards_outputs),
+                                                self.options.shards_outputs, self.options.compiler),
             traced.forward_outputs, self.options, self.cluster, allowance, count, traced, folded=folded,
             hurried=self.hurried)
         if count > 1 and folded is None:
             step = replace(step, analyze_full=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs,
-                                                               leaves=self.options.shards_outputs))
+                                                               leaves=self.options.shards_outputs,
+                                                               compiler=self.options.compiler))
         if not self.options.chooses_saved:
             return step
         sharing = self._sharing(step)
@@ -179,7 +180,8 @@ class OfflinePlanner:
             assert traced is not None, "all graphs were traced"
             return decide_unpipelined(
                 replace(step, analyze=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs,
-                                                       leaves=self.options.shards_outputs)), self.ranks)
+                                                       leaves=self.options.shards_outputs,
+                                                       compiler=self.options.compiler)), self.ranks)
 
     def _sharing(self, step: StepProblem) -> StepContext:
         """Step context of a graph after the graphs planned before it."""

@@ -168,7 +168,8 @@ def _annotate(traced: JointTrace, options: Options) -> AnalyzedGraph:
     if options.microbatches > 1:
         traced = replace(traced, gm=joint_of_loss(traced.gm))
         count = fitting_rows(traced, options)
-    annotated = annotate(traced.gm, traced.inputs, traced.forward_outputs, count, options.shards_outputs)
+    annotated = annotate(traced.gm, traced.inputs, traced.forward_outputs, count, options.shards_outputs,
+                         options.compiler)
     annotated.seconds["trace"] = traced.seconds
     return annotated
 

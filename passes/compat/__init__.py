@@ -20,6 +20,7 @@ from passes.compat.capture.symint import *
 from passes.compat.codegen.batch_cpp_kernels import *
 from passes.compat.codegen.cpp_warmup import *
 from passes.compat.codegen.inductor import *
+from passes.compat.codegen.random_at import *
 from passes.compat.execution.collective_waits import *
 from passes.compat.execution.dtensor_internals import *
 from passes.compat.execution.eager_internals import *

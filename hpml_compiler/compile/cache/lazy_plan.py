@@ -55,7 +55,7 @@ class PlanSource:
         in_stages = self.decision.stages is not None
         joint = joint_of_loss(traced.gm) if in_stages or times is not None else copy_graph(traced.gm)
         annotated = annotate(joint, traced.inputs, traced.forward_outputs, self.decision.microbatch_count,
-                             self.options.shards_outputs)
+                             self.options.shards_outputs, self.options.compiler)
         if in_stages:
             step = StepProblem(name, lambda: annotated, traced.forward_outputs, self.options, self.cluster,
                                WorkLimit(self.options.time_limit), traced=traced, sharing=self.sharing,

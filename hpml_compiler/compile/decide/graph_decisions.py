@@ -115,9 +115,9 @@ class GraphDecisions(DecidedGraph):
 
     def _unchanged(self, joint: GraphModule, forward_outputs: int, traced: JointTrace | None) -> StepProblem:
         """The problem of a graph that is not to be placed: analyzed as a copy, if at all."""
-        analyze = lambda: annotate(copy_graph(joint), self.inputs.described, forward_outputs)  # noqa: E731
-        return StepProblem(self.name, analyze, forward_outputs, self.options, self.cluster, WorkLimit(self.options.time_limit),
-                           sharing=self.sharing, traced=traced, own=joint)
+        return StepProblem(self.name, lambda: annotate(copy_graph(joint), self.inputs.described, forward_outputs,
+                                                       compiler=self.options.compiler), forward_outputs, self.options,
+                           self.cluster, WorkLimit(self.options.time_limit), sharing=self.sharing, traced=traced, own=joint)
 
     def _problem(self, annotated: AnalyzedGraph, forward_outputs: int | None, microbatches: int,
                  traced: JointTrace | None = None) -> StepProblem:

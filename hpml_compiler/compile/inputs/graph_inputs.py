@@ -117,14 +117,15 @@ class GraphInputs:
         self.written = compat.mutated_inputs(gm)
         for position in self.written | inputs_in_outputs(gm, forward_outputs):
             self._take_whole(position)
-        annotated = annotate(gm, self.described, forward_outputs, microbatches, leaves)
+        compiler = self._options.compiler
+        annotated = annotate(gm, self.described, forward_outputs, microbatches, leaves, compiler)
         mesh, world = device_axes(self.mesh or {}), device_axes({"world": world_size()})
         views = list(inputs_that_do_not_fit(annotated, mesh, self.rows, world))
         if self.rows and self._rows_may_be_unequal(annotated.graph.rows):
             views += sorted(self.rows - {*views})
         for position in views:
             self._take_whole(position)
-        return annotate(gm, self.described, forward_outputs, microbatches, leaves) if views else annotated
+        return annotate(gm, self.described, forward_outputs, microbatches, leaves, compiler) if views else annotated
 
     def _rows_may_be_unequal(self, rows: int) -> bool:
         """True if ranks may compute other numbers of rows than they store of a distributed batch."""

@@ -141,9 +141,9 @@ class _Source:
 
     def graphs(self, batch: Any) -> list[AnalyzedGraph]:
         if not self.short:
-            return [annotate(t.gm, t.inputs, t.forward_outputs) for t in trace(self.model, batch)]
+            return [annotate(t.gm, t.inputs, t.forward_outputs, compiler="inductor") for t in trace(self.model, batch)]
         with with_few_layers(self.model, LONG):
-            return [annotate(t.gm, t.inputs, t.forward_outputs) for t in trace(self.model, batch)]
+            return [annotate(t.gm, t.inputs, t.forward_outputs, compiler="inductor") for t in trace(self.model, batch)]
 
     def planned(self, base: Sequence[AnalyzedGraph]) -> list[GraphPlan]:
         """The plan of each graph. Raises PlanMismatch."""

@@ -57,7 +57,8 @@ class PipelinePlanBuilder:
         """marked, staged: the graph before and after it is cut into stages. table: the schedule."""
         count = 1 if self.times is None else self.times.microbatches
         joint = joint_of_loss(self.joint)
-        annotated = annotate(joint, self.inputs, self.forward_outputs, count, self.options.shards_outputs)
+        annotated = annotate(joint, self.inputs, self.forward_outputs, count, self.options.shards_outputs,
+                             self.options.compiler)
         mesh = {PP_AXIS: len(table.actions)}
         alone = cluster_of_stage(self.cluster, mesh[PP_AXIS])
         if self.planned is None:  # one rank has no choice

@@ -259,6 +259,7 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, stat
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
+    import passes.compat.codegen.inductor_random  # noqa: F401  registers how inductor lowers one of our operators
     from passes.compat.codegen.inductor_order import scheduled_in_graph_order
 
     wait_for_vector_instructions()

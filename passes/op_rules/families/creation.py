@@ -1,7 +1,8 @@
 """Sharding rules for tensor creation. Constants can be created sharded; zeros are also a partial sum of zeros.
 
-Positions (`iota`) can be sharded where the rewrite knows each rank's start. Random numbers are drawn whole on every rank,
-so that each rank uses its part of the numbers that one device would draw.
+Positions (`iota`) can be sharded where the rewrite knows each rank's start. Random numbers are those that one device would
+draw: where they are computed from their positions (`random_at`), each rank computes its part; others are drawn whole on every
+rank.
 """
 from __future__ import annotations
 
@@ -119,12 +120,20 @@ def positions(call: Call) -> Rule:
     return make_rule(call, [], ["p"], ordered="p")
 
 
-rule("prims::inductor_random", fusion="fuses")
+rule("prims::inductor_random", "hpml::random_at", fusion="fuses")
+rule("hpml::positions", fusion="inlined")
+
+
+@rule("hpml::random_at")
+def random_at(call: Call) -> Rule:
+    """seed; positions along each dim. These stay whole, of which a slice is free: they are small."""
+    dims = range(len(call.results[0].shape))
+    return make_rule(call, [[], *([d] for d in dims)], [dims])
 
 
 @rule(
-    "random", "prims::inductor_seed", "prims::inductor_seeds", "prims::inductor_lookup_seed", "prims::inductor_random",
-    "prims::inductor_randint",
+    "random", "hpml::positions", "prims::inductor_seed", "prims::inductor_seeds", "prims::inductor_lookup_seed",
+    "prims::inductor_random", "prims::inductor_randint",
 )
 def drawn(call: Call) -> Rule:
     """Rule without letters: whole on every rank."""

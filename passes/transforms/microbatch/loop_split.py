@@ -3,8 +3,8 @@
 Readers of a take, or of an again, are in the body, readers of collected values in the epilogue, all else in the prologue. Each
 part has calls that wait for backward: those that depend on a tangent, or on a collected value that no forward output needs, as
 gradients through `sign` are, which are zero whatever arrives. The body's halves stay one joint graph, partitioned like any
-other; values pass between parts by node names. Calls without operands (zeros, masks) are copied into each part that reads
-them.
+other; values pass between parts by node names. Calls without operands (zeros, masks), and random numbers that are computed
+from a seed, are copied into each part that reads them.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -23,7 +23,7 @@ from passes.errors import HpmlError
 from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, is_collective, memory_of, with_dependencies
 from passes.graph.graph_copy import copy_graph
 from passes.graph.loops.loop_parts import GraphFragment, LoopInput, LoopOutput, LoopSplit, MicrobatchRows
-from passes.op_rules.recomputable import is_recomputable
+from passes.op_rules.recomputable import is_recomputable, uses_rng
 from passes.transforms.microbatch.loop_markers import ADD_UP, COLLECTS, ENTERS
 from passes.transforms.rewriting.call_inserter import CallInserter
 
@@ -67,12 +67,17 @@ def must_run(node: Node) -> bool:
     return node.op == "call_function" and not is_collective(node.target) and not is_recomputable(node)
 
 
+def _is_seed(node: Node) -> bool:
+    return uses_rng(node) and not node.all_input_nodes and isinstance(x := node.meta["val"], torch.Tensor) and x.numel() == 1
+
+
 def split_at_markers(gm: GraphModule, forward_outputs: int) -> LoopSplit:
     return _LoopSplitter(gm, forward_outputs).run()
 
 
 class _LoopSplitter:
-    """part, late: for every node, its part and whether it waits for backward. constants: calls without operands."""
+    """part, late: for every node, its part and whether it waits for backward. constants: calls without operands, besides
+    seeds."""
 
     def __init__(self, gm: GraphModule, forward_outputs: int):
         self.gm = gm
@@ -88,7 +93,7 @@ class _LoopSplitter:
         self.constants: set[Node] = set()
         for node in gm.graph.nodes:
             if (node.op == "call_function" and self.part[node] is LoopPart.BEFORE and is_recomputable(node)
-                    and all(x in self.constants for x in node.all_input_nodes)):
+                    and all(x in self.constants or _is_seed(x) for x in node.all_input_nodes)):
                 self.constants.add(node)
 
     def _part(self, node: Node) -> LoopPart:

@@ -1,17 +1,25 @@
-"""Models that draw random numbers -> on two ranks the numbers of one device, and the generator where that leaves it."""
+"""Models that draw random numbers -> on two ranks the numbers of one device, and the generator where that leaves it.
+
+With inductor, each rank and each microbatch draws its part of them.
+"""
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from passes import compat
 from tests.helpers.frozen import fresh
 from tests.hpml_compiler.runtime.common import full
 
@@ -35,6 +43,12 @@ def heads(h: torch.Tensor) -> torch.Tensor:
     return h.view(-1, 1, 4, 8).transpose(0, 1)
 
 
+def by_head(h: torch.Tensor) -> torch.Tensor:
+    """Attention between pairs of rows, with four heads, each of eight columns."""
+    q = h.view(-1, 2, 4, 8).transpose(1, 2)
+    return (F.dropout((q @ q.mT).softmax(-1), 0.3) @ q).transpose(1, 2).reshape(-1, 32)
+
+
 def in_a_checkpoint(h: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda t: F.dropout(t.sin(), 0.3) * torch.rand_like(t), h, use_reentrant=False)  # type: ignore[return-value]
 
@@ -45,7 +59,7 @@ def broken(h: torch.Tensor) -> torch.Tensor:
     return F.dropout(h, 0.2)
 
 
-FOR_EAGER = {
+DRAWS = {
     "dropout": nn.Dropout(0.3),
     "normal": lambda h: h + 0.1 * torch.randn_like(h) + torch.randn(32).double(),
     "bernoulli": lambda h: h * torch.bernoulli(h.detach().sigmoid()),
@@ -62,6 +76,7 @@ FOR_EAGER = {
     "attention": lambda h: F.scaled_dot_product_attention(heads(h), heads(h), heads(h), dropout_p=0.3).reshape(-1, 32),
     "checkpoint": in_a_checkpoint,
     "two graphs": broken,
+    "by head": by_head,
 }
 
 
@@ -85,13 +100,29 @@ def script(draw: Any, compile_: Any, other_rows: bool) -> list[torch.Tensor]:
     return [*seen, *(full(p).detach() for p in model.parameters()), torch.get_rng_state().double()]
 
 
-def same_numbers(rank, compiler, draws):
-    for name, mesh in zip(draws, cycle(MESHES)):
-        draw = FOR_EAGER[name]
-        other_rows = compiler == "eager" or name == draws[0]  # inductor takes long, and numbers do not depend on the rows
+@contextlib.contextmanager
+def numbers_drawn() -> Iterator[list[torch.Size]]:
+    """The sizes of random numbers that inductor's graphs compute from their positions."""
+    lower, found = compat.compile_with_inductor, []
+
+    def noted(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        found.extend(node.meta["val"].shape for node in gm.graph.nodes if node.target == compat.RANDOM_AT)
+        return lower(gm, *args, **kwargs)
+
+    with patch.object(compat, "compile_with_inductor", noted):
+        yield found
+
+
+def same_numbers(rank, compiler, cases):
+    """cases: by name of what draws, options, and the sizes of the numbers that one call of a graph draws at their positions."""
+    for name, (given, sizes) in cases.items():
+        draw = DRAWS[name]
+        other_rows = compiler == "eager"  # inductor takes long, and numbers do not depend on the rows
         one = script(draw, lambda m: m if compiler == "eager" else torch.compile(m, backend="inductor"), other_rows)
-        options = {"compiler": compiler, "mesh": mesh}
-        split = script(draw, lambda m, options=options: torch.compile(m, backend="hpml", options=options), other_rows)
+        options = {"compiler": compiler, **given}
+        with numbers_drawn() as drawn:
+            split = script(draw, lambda m, options=options: torch.compile(m, backend="hpml", options=options), other_rows)
+        assert {*map(tuple, drawn)} == sizes, name
         for position, (a, b) in enumerate(zip(split, one, strict=True)):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8, msg=lambda text, at=(name, position): f"{at}: {text}")
         states = [torch.empty_like(split[-1]) for _ in range(2)]
@@ -101,10 +132,15 @@ def same_numbers(rank, compiler, draws):
 
 @pytest.mark.timeout(200)
 def test_uncompiled_numbers(launch):
-    launch(same_numbers, args=("eager", list(FOR_EAGER)), timeout_s=190)
+    cases = {name: ({"mesh": mesh}, set()) for name, mesh in zip(DRAWS, cycle(MESHES))}
+    launch(same_numbers, args=("eager", cases), timeout_s=190)
 
 
 @pytest.mark.timeout(260)
 @pytest.mark.slow
 def test_inductors_numbers(launch):
-    launch(same_numbers, args=("inductor", ["several", "normal", "bernoulli"]), timeout_s=240)
+    launch(same_numbers, args=("inductor", {
+        "several": ({"mesh": {"dp": 2}, "microbatches": 2}, {(2, 32)}),
+        "by head": ({"mesh": {"tp": 2}, "recompute": "full"}, {(4, 2, 2, 2)}),
+        "normal": ({"mesh": {"tp": 2}}, {(8, 16), (16,)}),
+    }), timeout_s=240)

@@ -43,7 +43,7 @@ def prepared(name: str, number: int = 0) -> Prepared:
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     step = steps_of(model, {key: twice(x) for key, x in batch.items()})[number]
-    annotated = annotate(step.gm, step.inputs, step.forward_outputs, MICROBATCHES)
+    annotated = annotate(step.gm, step.inputs, step.forward_outputs, MICROBATCHES, compiler="inductor")
     names = [node.name for node in step.gm.graph.find_nodes(op="placeholder")]
     torch.manual_seed(1)
     return Prepared(annotated, dict(zip(names, step.values, strict=True)), tensors(fx.Interpreter(step.gm).run(*step.values)),

@@ -1,9 +1,10 @@
-"""Tensors made from numbers: split constants, positions with offsets, random numbers drawn whole."""
+"""Tensors made from numbers: split constants, positions with offsets, random numbers drawn at positions, or whole."""
 from __future__ import annotations
 
 import pytest
 import torch
 
+from passes.compat import POSITIONS, RANDOM_AT
 from passes.op_rules.base import strategies
 from passes.op_rules.rule_table import has_rule, is_pointwise
 from tests.passes.op_rules.families.harness import Run, check, f, i, overloads, sample
@@ -45,6 +46,9 @@ SAMPLES = [
     sample(aten.arange.start_step, 0.5, 4.5, 0.5, dtype=torch.float64, expect="-> S(0)"),
     sample(aten.arange.default, 8, expect="-> S(0)"),
     sample(aten.arange.start, 3, 11, dtype=torch.float64, expect="-> S(0)"),
+    sample(RANDOM_AT, torch.tensor(3), "rand", [i(99, 8), i(99, 12)],
+           expect="R S(0) R -> S(0); R R S(0) -> S(1); R R S(0.1) -> S(1.1)"),
+    sample(RANDOM_AT, torch.tensor(3), "randn", [i(99, 8, dtype=torch.int32)], expect="R S(0) -> S(0)"),
 ]
 RANDOM = [
     sample(aten.rand.default, [8, 4], whole=True, values=False),
@@ -64,6 +68,7 @@ RANDOM = [
     sample(aten.multinomial.default, f(8, 4).abs(), 2, whole=True, values=False),
     sample(aten.rrelu_with_noise_functional.default, f(8, 4), f(8, 4), 0.1, 0.3, True, whole=True, values=False),
     sample(prims.inductor_random.default, [8, 4], torch.tensor(3), "rand", whole=True, values=False),
+    sample(POSITIONS, 8, 4, dtype=torch.int32, device=CPU, whole=True),
     sample(prims.inductor_seeds.default, 4, CPU, whole=True, values=False),
 ]
 
