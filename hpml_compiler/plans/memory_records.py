@@ -5,8 +5,9 @@ from pydantic import Field
 
 from hpml_compiler.plans.record_fields import Count, Record
 
-PARTS = ("parameters", "optimizer", "gradients", "saved", "recomputed", "gathered", "transient")
-"""Parts of memory, in the order in which they are displayed. gathered: unsharded copies of sharded parameters."""
+PARTS = ("parameters", "optimizer", "copies", "gradients", "saved", "recomputed", "gathered", "transient")
+"""Parts of memory, in the order in which they are displayed. copies: of state, for `redundancy`. gathered: unsharded copies of
+sharded parameters."""
 
 
 class Peak(Record):
@@ -29,10 +30,11 @@ class Peak(Record):
 class MemoryBytes(Record):
     """Predicted bytes on the fullest device. activations: all that is saved for backward. peak: the most that is in memory at
     one time. It is not the sum of the others, which are not all there at once, and it includes temporary values
-    (see `GraphPlan.at_peak`)."""
+    (see `GraphPlan.at_peak`). copies: of state (`redundancy`), where the device's memory is that of its host."""
 
     parameters: Count
     gradients: Count
     optimizer: Count
     activations: Count
     peak: Count
+    copies: Count = 0

@@ -12,6 +12,9 @@ from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.memory_records import PARTS, Peak
 from hpml_compiler.plans.schema import GraphPlan, ParameterPlan
 
+VERSIONS = 2
+"""Copies of two steps are kept: that of one until all ranks have that of the next."""
+
 
 @dataclass(frozen=True)
 class GraphTimeline:
@@ -112,7 +115,7 @@ def _sum(*several: Mapping[str, int]) -> dict[str, int]:
 def _state(graphs: Sequence[GraphPlan]) -> dict[str, int]:
     """Bytes of sharded parameters, of their unsharded copies and of the optimizer state. A parameter that several graphs use
     counts once."""
-    parameters, gathered, optimizer = 0.0, 0.0, 0.0
+    parameters, gathered, optimizer, copies = 0.0, 0.0, 0.0, 0.0
     seen: set[str] = set()
     for graph in graphs:
         new = [each for name, each in graph.parameters.items() if name not in seen]
@@ -120,11 +123,27 @@ def _state(graphs: Sequence[GraphPlan]) -> dict[str, int]:
         stored = _bytes(new)
         parameters += stored
         if stored:
-            gathered += max(graph.memory.parameters - _bytes(graph.parameters.values()), 0) * stored / _bytes(
-                graph.parameters.values())
+            new_part = stored / _bytes(graph.parameters.values())
+            gathered += max(graph.memory.parameters - _bytes(graph.parameters.values()), 0) * new_part
+            copies += graph.memory.copies * new_part
         if trained := _bytes(each for each in graph.parameters.values() if each.trainable):
             optimizer += graph.memory.optimizer * _bytes(each for each in new if each.trainable) / trained
-    return {"parameters": round(parameters), "gathered": round(gathered), "optimizer": round(optimizer)}
+    return {"parameters": round(parameters), "gathered": round(gathered), "optimizer": round(optimizer),
+            "copies": round(copies)}
+
+
+def copies_bytes(parameters: Iterable[ParameterPlan], states: float, redundancy: int, ranks: int) -> int:
+    """Bytes of a rank for copies of these parameters and of their optimizer state (`redundancy`): of its own, and of what other
+    ranks send it. ranks: number of those that have a part of each parameter. states: of the optimizer, per parameter. 0 where
+    more ranks than `redundancy` have each part: none is sent, then, and none is kept."""
+    sent = kept = 0.0
+    for each in parameters:
+        nbytes = each.bytes_per_device * (1 + states * each.trainable)
+        if round(ranks * each.bytes_per_device / max(each.bytes_whole, 1)) <= redundancy:
+            sent += nbytes
+        else:
+            kept += nbytes
+    return round(VERSIONS * ((1 + redundancy) * sent + kept)) if sent else 0
 
 
 def fixed_values(graph: GraphPlan) -> frozenset[str]:

@@ -76,7 +76,7 @@ def with_stage_memory(found: Simulation, graph: GraphPlan) -> Simulation:
     rank has the peak of each stage's forward and backward while that runs for a microbatch."""
     pipe, peak = graph.pipeline, graph.at_peak
     assert pipe is not None and peak is not None, "the caller checks it"
-    state = {part: peak.parts.get(part, 0) for part in ("parameters", "optimizer")}
+    state = {part: peak.parts.get(part, 0) for part in ("parameters", "optimizer", "copies")}
     lanes: list[list[Peak]] = [[Peak()] for _ in range(pipe.ranks)]
     for rank in range(pipe.ranks):
         own = {number: stage.kept for number, stage in enumerate(pipe.stages) if stage.rank == rank and stage.kept is not None}

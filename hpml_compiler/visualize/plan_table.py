@@ -37,8 +37,7 @@ from hpml_compiler.visualize.terminal import as_text, columns, labelled
 from passes.graph.placement_graph import block_class
 
 MOST_ROWS = 40
-MOST_WORDS = 3  # for one axis of a module
-MOST_NAMES = 3  # of replicated nodes, and of other meshes
+MOST_WORDS = MOST_NAMES = 3  # for one axis of a module; of replicated nodes, and of other meshes
 NARROW, WIDE, WIDEST = 78, 110, 170
 """Columns below which a table of stages leaves out runs and weights; from which it shows communication by axis, and all that it
 knows."""
@@ -84,7 +83,8 @@ def _lines(plan: PlanContent, found: PlanDescription, width: int) -> Iterator[Re
     if len(plan.step_graphs) > 1:
         yield labelled("per device", describe_memory(plan.memory, plan.peak) + _of_limit(found))
     if copies := copy_bytes(plan):
-        yield labelled("copies", f"{format_bytes(copies)} of host memory per rank besides, for `redundancy`")
+        place = "included" if plan.memory.copies else "besides"
+        yield labelled("copies", f"{format_bytes(copies)} of host memory per rank {place}, for `redundancy`")
     if errors := low_rank_bytes(plan):
         yield labelled("PowerSGD", f"at most {format_bytes(errors)} per device besides, for errors and bases")
     for attempt in plan.rejected[:MOST_NAMES]:

@@ -124,8 +124,8 @@ def _too_small(least: MemoryTrace, share: BudgetShare, options: Options) -> Infe
 
 def _fullest(walk: MemoryTrace, share: BudgetShare) -> tuple[str, dict[str, float]]:
     """The moment of the peak, and bytes by part."""
-    parts = {"parameters and optimizer state": share.state, "gradients of other graphs of the step": share.later,
-             "around the microbatch loop": share.around_loop}
+    parts = {"parameters and optimizer state": share.state - share.copies, "copies of these": share.copies,
+             "gradients of other graphs of the step": share.later, "around the microbatch loop": share.around_loop}
     if walk.after == walk.peak:
         own = walk.program.bytes_of(walk.program.gradients)
         return "the optimizer steps", {**parts, "gradients": own, "temporary tensors": share.transient}

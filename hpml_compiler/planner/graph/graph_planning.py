@@ -12,6 +12,7 @@ from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph import measured_costs
 from hpml_compiler.planner.graph.same_structure import Pins, SavedDecisions, decisions_of, reused_status
 from hpml_compiler.plans.from_decision.graph_record import SHORTENED, graph_plan
+from hpml_compiler.plans.peak_memory import copies_bytes
 from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import MeshAttempt
 from passes.annotations import drop, read
@@ -84,7 +85,7 @@ def plan_graph(
         deciding(conditions, mesh, pins)(annotated.gm)
         if inspect is not None:
             inspect(read(SEARCH_RESULT, annotated.gm).placed, conditions.solver)
-        return _result(annotated, conditions, name)
+        return _with_copies(_result(annotated, conditions, name), options, capped)
 
     if as_in is not None:
         return _as_like(as_in, planned(as_in.mesh, decisions_of(as_in)))
@@ -138,6 +139,20 @@ def _result(annotated: AnalyzedGraph, conditions: SearchConfig, name: str) -> Pl
                     reason=each.reason, objective=conditions.objective)
         for each in answer.rejected)
     return PlanResult(dict(zip(answer.mesh.names, answer.mesh.shape)), answer.placed.decision, record, rejected)
+
+
+def _with_copies(planned: PlanResult, options: Options, cluster: Cluster) -> PlanResult:
+    """The plan with the bytes of copies for `redundancy` in its memory, where that is the host's. cluster: of all ranks, or of
+    those that share a stage, since each stage has its own parameters."""
+    record = planned.record
+    if not options.redundancy or cluster.device.kind != "cpu" or not record.training:
+        return planned
+    stored = sum(each.bytes_per_device for each in record.parameters.values())
+    layers = record.memory.parameters / stored if record.multiplicity and stored else 1.0  # of which a few are listed
+    copies = round(layers * copies_bytes(record.parameters.values(), options.optimizer_states,
+                                         options.redundancy, cluster.world_size))
+    memory = record.memory.model_copy(update={"copies": copies, "peak": record.memory.peak + copies})
+    return replace(planned, record=record.model_copy(update={"memory": memory}))
 
 
 def _holds(given: Plan | None) -> bool:

@@ -25,7 +25,7 @@ UNKNOWN_REST = 0.5
 @dataclass(frozen=True)
 class GraphMemory:
     """Memory of one graph on a rank, in bytes. gradients: of its trained parameters. largest: the largest of these. saved:
-    activations saved between its forward and its backward."""
+    activations saved between its forward and its backward. copies: of state, for `redundancy`, in the memory of a CPU."""
 
     name: str
     parameters: float
@@ -33,6 +33,12 @@ class GraphMemory:
     optimizer: float
     largest: float = 0.0
     saved: float = 0.0
+    copies: float = 0.0
+
+    @property
+    def state(self) -> float:
+        """Bytes that are in memory all the time."""
+        return self.parameters + self.optimizer + self.copies
 
 
 def replicated_memory(name: str, trained: Iterable[float], frozen: Iterable[float], options: Options) -> GraphMemory:
@@ -46,9 +52,9 @@ def replicated_memory(name: str, trained: Iterable[float], frozen: Iterable[floa
 class BudgetShare:
     """Budget share of one graph, in bytes. available: most that it may use besides memory that is in use anyway. between,
     after: the parts of this that it leaves to later graphs when its forward is over, and to the optimizer when its backward is.
-    state: parameters with their copies, and optimizer state, of all graphs; later: gradients of later graphs. transient:
+    state: parameters and optimizer state with their copies, of all graphs; later: gradients of later graphs. transient:
     temporary memory of the optimizer step; remedy: how to reduce it. others: saved activations of earlier graphs, by name.
-    around_loop: memory in use around the loop over microbatches, for the loop's body."""
+    around_loop: memory in use around the loop over microbatches, for the loop's body. copies: of state, for `redundancy`."""
 
     budget: int
     available: float
@@ -60,6 +66,7 @@ class BudgetShare:
     remedy: str
     others: Mapping[str, float]
     around_loop: float = 0.0
+    copies: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ class StepContext:
     def other_graphs_bytes(self) -> float:
         """Bytes that the other graphs hold through the step and save for backward."""
         others = (each for frame, each in self.graphs.items() if frame != self.frame)
-        return sum(each.parameters + each.optimizer + each.saved for each in others)
+        return sum(each.state + each.saved for each in others)
 
     @property
     def fingerprint(self) -> tuple[object, ...]:
@@ -111,7 +118,8 @@ class StepContext:
         copied = self.copied * (mine.parameters / self.replicated.parameters if self.replicated.parameters else 1.0)
         graphs = {**self.graphs, self.frame: mine}
         place = list(graphs).index(self.frame)
-        state = sum(each.parameters + each.optimizer for each in graphs.values()) + (1 + states) * rest + copied
+        again = mine.copies / mine.gradients if mine.gradients else 0.0
+        state = sum(each.state for each in graphs.values()) + (1 + states + again) * rest + copied
         later = sum(each.gradients for each in list(graphs.values())[place + 1:]) + rest
         others: dict[str, float] = defaultdict(float)
         for frame, each in self.graphs.items():
@@ -123,7 +131,7 @@ class StepContext:
         made = self.transient.bytes_of(gradients, max(each.largest for each in graphs.values()))
         after = state + gradients + made - mine.gradients - (self.budget - left)
         return BudgetShare(self.budget, left, max(left, 0.0) * left_to_rest, after, state, later, made, self.transient.remedy,
-                           dict(others))
+                           dict(others), copies=sum(each.copies for each in graphs.values()) + again * rest)
 
 
 def raise_of_graph(step: StepContext | None, error: Exception) -> NoReturn:

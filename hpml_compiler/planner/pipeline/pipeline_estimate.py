@@ -88,7 +88,9 @@ def resident_memory(record: GraphPlan, names: Collection[str]) -> GraphMemory:
     """Memory of a rank that has these parameters, besides saved activations."""
     parameters, gradients, optimizer = resident_bytes(record, names)
     sizes = [record.parameters[name].bytes_per_device for name in names if record.parameters[name].trainable]
-    return GraphMemory(record.name, parameters, gradients, optimizer, max(sizes, default=0))
+    share = parameters / record.memory.parameters if record.memory.parameters else 0.0
+    return GraphMemory(record.name, parameters, gradients, optimizer, max(sizes, default=0),
+                       copies=share * record.memory.copies)
 
 
 def resident_bytes(record: GraphPlan, names: Collection[str]) -> tuple[int, int, int]:
@@ -107,7 +109,7 @@ def resident_bytes(record: GraphPlan, names: Collection[str]) -> tuple[int, int,
 def _with_memory(record: GraphPlan, pipe: PipelinePlan, memory: Sequence[GraphMemory]) -> GraphPlan:
     """The plan with the memory of the rank that holds most besides saved activations, in proportion to which the optimizer's
     time shrinks; and with the peak of the rank that has the highest, as its stages' storage programs count it."""
-    most = max(memory, key=lambda own: own.parameters + own.gradients + own.optimizer)
+    most = max(memory, key=lambda own: own.state + own.gradients)
     share = most.parameters / record.memory.parameters if record.memory.parameters else 0.0
     activations = max(sum(stage.saved_bytes * stage.in_flight for stage in pipe.stages if stage.rank == rank)
                       for rank in range(pipe.ranks))
@@ -118,14 +120,15 @@ def _with_memory(record: GraphPlan, pipe: PipelinePlan, memory: Sequence[GraphMe
             "optimizer_us": record.predicted.optimizer_us * share, "again_us": again_us}),
         "memory": record.memory.model_copy(update={
             "parameters": round(most.parameters), "gradients": round(most.gradients), "optimizer": round(most.optimizer),
-            "activations": activations, "peak": fullest.bytes}),
+            "copies": round(most.copies), "activations": activations, "peak": fullest.bytes}),
         "at_peak": fullest})
 
 
 def peaks_of_ranks(record: GraphPlan, pipe: PipelinePlan, memory: Sequence[GraphMemory]) -> list[Peak]:
     """The memory peak of each rank. memory: see `with_pipeline`."""
     return [peak_of_stages(record, [stage.kept for stage in pipe.stages if stage.rank == rank and stage.kept is not None],
-                           {"parameters": round(own.parameters), "optimizer": round(own.optimizer)})
+                           {"parameters": round(own.parameters), "optimizer": round(own.optimizer),
+                            "copies": round(own.copies)})
             for rank, own in enumerate(memory)]
 
 

@@ -26,6 +26,7 @@ from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageSplit, 
 from hpml_compiler.planner.pipeline.stage_memory import RankMemory, StageBytes, bytes_of, in_flight, sends_on
 from hpml_compiler.planner.pipeline.stage_parameters import StageDependencies
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.peak_memory import VERSIONS
 from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from passes import compat
@@ -76,12 +77,16 @@ class StagedStep:
         return [stage for stage, its in enumerate(self.table.ranks) if its == rank]
 
 
-def memory_of_parameters(annotated: AnalyzedGraph, planned: PlanResult | None, states: int) -> dict[str, tuple[float, ...]]:
-    """Bytes of each parameter on a rank that has it, of its gradient and of its optimizer state, by placeholder. planned: the
-    plan of the ranks that share a stage, where there are several. states: number of optimizer state tensors in memory."""
-    values = [value for value in annotated.graph.values if value.kind == "parameter"]
+def memory_of_parameters(annotated: AnalyzedGraph, planned: PlanResult | None, options: Options, on_cpu: bool,
+                         ) -> dict[str, tuple[float, ...]]:
+    """Bytes of each parameter on a rank that has it, of its gradient, of its optimizer state and of their copies, by
+    placeholder. planned: the plan of the ranks that share a stage, where there are several. on_cpu: whether copies for
+    `redundancy` are in the device's memory."""
+    values, states = [value for value in annotated.graph.values if value.kind == "parameter"], options.resident_states
     if planned is None:
-        return {v.name: (float(v.bytes), v.trainable * float(v.bytes), v.trainable * states * float(v.bytes)) for v in values}
+        again = VERSIONS * (1 + options.redundancy) if options.redundancy and on_cpu else 0
+        return {v.name: (float(v.bytes), v.trainable * float(v.bytes), v.trainable * states * float(v.bytes),
+                         again * (1.0 + v.trainable * options.optimizer_states) * v.bytes) for v in values}
     record = planned.record
     stored = {v.name: float(record.parameters[annotated.interface.names[v.name]].bytes_per_device) for v in values}
     everything = sum(stored.values()) or 1.0
@@ -89,12 +94,13 @@ def memory_of_parameters(annotated: AnalyzedGraph, planned: PlanResult | None, s
     memory = record.memory
     return {v.name: (memory.parameters * stored[v.name] / everything,
                      v.trainable * memory.gradients * stored[v.name] / trained,
-                     v.trainable * memory.optimizer * stored[v.name] / trained) for v in values}
+                     v.trainable * memory.optimizer * stored[v.name] / trained,
+                     memory.copies * stored[v.name] / everything) for v in values}
 
 
 def fullest_of(memory: Sequence[GraphMemory]) -> GraphMemory:
     """Memory of the rank that holds most."""
-    return max(memory, key=lambda each: each.parameters + each.optimizer + max(each.gradients, each.saved))
+    return max(memory, key=lambda each: each.state + max(each.gradients, each.saved))
 
 
 def given_stages(step: StepProblem) -> GraphPlan | None:
@@ -143,7 +149,7 @@ class StageCheckpointing:
                                       options.compiler == "inductor",
                                    written, groups.axis_of, offload_price(options, cluster), device,
                                    recompute=tuple(options.recompute.items()), gathers_again=options.zero == 3)
-        parameters = memory_of_parameters(problem.annotated, planned, options.resident_states)
+        parameters = memory_of_parameters(problem.annotated, planned, options, cluster.device.kind == "cpu")
         return StageCheckpointing(step, sharing, builder, parameters, problem.allowance)
 
     @property
@@ -157,8 +163,9 @@ class StageCheckpointing:
     def memory(self, rank: int) -> GraphMemory:
         """Memory of a rank besides what its stages save."""
         own = [each for name, each in self.parameters.items() if self.owners.get(name, rank) == rank]
-        held, gradients, states = (sum(each[k] for each in own) for k in range(3))
-        return GraphMemory(self.sharing.replicated.name, held, gradients, states, max((each[1] for each in own), default=0.0))
+        held, gradients, states, copies = (sum(each[k] for each in own) for k in range(4))
+        largest = max((each[1] for each in own), default=0.0)
+        return GraphMemory(self.sharing.replicated.name, held, gradients, states, largest, copies=copies)
 
     def fullest(self, kept: Sequence[CheckpointDecision]) -> GraphMemory:
         """Memory of the rank that holds most, with what its stages save; other graphs of the step count it on all ranks. kept:

@@ -180,7 +180,8 @@ def _parts(planned: PlanResult) -> dict[str, float]:
     """Bytes by part at the peak."""
     kept, memory = _kept(planned), planned.record.memory
     account = kept.account
-    state = {"parameters and optimizer state": memory.parameters + memory.optimizer}
+    state = {"parameters and optimizer state": memory.parameters + memory.optimizer,
+             "copies of these": memory.copies}
     if kept.after_bytes == kept.peak_bytes:
         return {**state, "gradients": account.gradient_bytes}
     return {**state, **(account.forward if kept.forward_bytes == kept.peak_bytes else account.backward).parts}
@@ -188,4 +189,4 @@ def _parts(planned: PlanResult) -> dict[str, float]:
 
 def _held(planned: PlanResult) -> float:
     memory = planned.record.memory
-    return memory.parameters + memory.optimizer + _kept(planned).peak_bytes
+    return memory.parameters + memory.optimizer + memory.copies + _kept(planned).peak_bytes

@@ -40,6 +40,8 @@ def plan_by_trials(plan: Callable[..., PlanResult], trial: DryRun, allowance: Wo
     on_cpu = trial.step.cluster.device.kind == "cpu"  # several GPUs do not support it
     if options.optimizer_states and not options.offloads("optimizer") and on_cpu:
         remedies.append('offload="optimizer"')
+    if options.redundancy and on_cpu:
+        remedies.append("redundancy=0")
     return search_within_budget(placed, try_out, sharing.budget, allowance, sharing.other_graphs_bytes, sharing.options.gap,
                                 remedies)
 

@@ -109,7 +109,8 @@ class DryRun:
         """Memory of this graph on a rank, besides saved activations."""
         memory, whole = planned.record.memory, self.sharing.replicated
         part = memory.gradients / whole.gradients if whole.gradients else 1.0
-        return GraphMemory(whole.name, memory.parameters, memory.gradients, memory.optimizer, part * whole.largest)
+        return GraphMemory(whole.name, memory.parameters, memory.gradients, memory.optimizer, part * whole.largest,
+                           copies=memory.copies)
 
     def builder(self, planned: PlanResult, groups: MeshGroups) -> BuildStorageProgram:
         step = self.step

@@ -16,6 +16,7 @@ import torch
 
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.plan_assembly import with_peak
+from hpml_compiler.plans.peak_memory import VERSIONS
 from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.visualize.formatting import format_bytes
@@ -134,7 +135,8 @@ def check_fits(record: GraphPlan, options: Options, cluster: Cluster) -> GraphPl
 def fits_replicated(annotated: AnalyzedGraph, options: Options, cluster: Cluster) -> bool:
     """True if a device could hold twice all values of a graph, with its parameters, their gradients and the optimizer state:
     its peak need not be counted before a first step, then."""
-    total = (2 + options.optimizer_states) * sum(x.bytes for x in annotated.graph.values if x.kind == "parameter")
+    copies = VERSIONS * (1 + options.redundancy) * (1 + options.optimizer_states) if options.redundancy else 0
+    total = (2 + options.optimizer_states + copies) * sum(x.bytes for x in annotated.graph.values if x.kind == "parameter")
     for node in annotated.gm.graph.nodes:
         for value in compat.pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.Tensor):
@@ -169,6 +171,7 @@ def over_budget(record: GraphPlan, limit: int, options: Options) -> Infeasible:
 
 def _remedies(record: GraphPlan, options: Options) -> list[str]:
     found = [f"devices of {record.memory.peak} bytes or more"]
+    found += ["redundancy=0"] if record.memory.copies else []
     if record.pipeline is not None:
         found += ["more stages", "a stage on more devices", f"more microbatches than {record.pipeline.microbatches}"]
     elif record.microbatches is not None:

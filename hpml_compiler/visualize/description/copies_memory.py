@@ -1,12 +1,13 @@
-"""Bytes that a plan's peak does not include: copies of state (`redundancy`), and the state of PowerSGD."""
+"""Bytes of copies of state (`redundancy`), which a plan's peak includes on CPUs alone, and of the state of PowerSGD, which it
+does not."""
 from __future__ import annotations
 
+import math
+
 from hpml_compiler.plans.content import PlanContent
+from hpml_compiler.plans.peak_memory import copies_bytes
 from hpml_compiler.plans.schema import GraphPlan
 from passes.hardware.gradient_compression import rank_of
-
-VERSIONS = 2
-"""Copies of two steps are kept: that of one until all ranks have that of the next."""
 
 
 def _redundancy_of(plan: PlanContent) -> int:
@@ -17,12 +18,9 @@ def _redundancy_of(plan: PlanContent) -> int:
 
 def copy_bytes(plan: PlanContent) -> int:
     """Host memory of a rank for copies: of its own parameters and optimizer state, and of what `redundancy` others have of
-    sharded ones. 0 where nothing is sharded: each rank then has all of the state."""
+    those that no more ranks have. 0 where these are none."""
     redundancy = _redundancy_of(plan)
-    if not redundancy or not plan.step_graphs:
-        return 0
-    sharded, whole = map(max, zip(*map(_state_bytes, plan.step_graphs)))
-    return VERSIONS * ((1 + redundancy) * sharded + whole) if sharded else 0
+    return max((_copies(graph, redundancy) for graph in plan.step_graphs), default=0) if redundancy else 0
 
 
 def low_rank_bytes(plan: PlanContent) -> int:
@@ -31,10 +29,12 @@ def low_rank_bytes(plan: PlanContent) -> int:
                for hop in each.hops if rank_of(hop.compression))
 
 
-def _state_bytes(graph: GraphPlan) -> tuple[int, int]:
-    """Parameters and optimizer state of the fullest rank: sharded, and whole."""
+def _copies(graph: GraphPlan, redundancy: int) -> int:
+    """Those of the rank that has most of the graph: in a pipeline, it has one part of the parameters."""
+    ranks = math.prod(graph.mesh.values())
+    if graph.pipeline is not None:
+        ranks //= graph.pipeline.ranks
     states = graph.memory.optimizer / graph.memory.gradients if graph.memory.gradients else 0.0
-    found = [0.0, 0.0]
-    for each in graph.parameters.values():
-        found[each.bytes_per_device == each.bytes_whole] += each.bytes_per_device * (1 + states * each.trainable)
-    return round(found[0]), round(found[1])
+    stored = sum(each.bytes_per_device for each in graph.parameters.values())
+    part = graph.memory.parameters / stored if graph.pipeline is not None and stored else 1.0
+    return round(part * copies_bytes(graph.parameters.values(), states, redundancy, ranks))

@@ -129,7 +129,7 @@ def test_summary_is_json_with_what_scripts_read():
     assert summary["step_time_s"] == pytest.approx(166e-6)
     assert summary["bound_s"] == pytest.approx(165.9e-6)
     assert (summary["gap"], summary["status"], summary["mesh"]) == (0.001, "optimal", {"dp": 2, "tp": 4})
-    assert set(summary["memory_bytes"]) == {"parameters", "gradients", "optimizer", "activations", "peak"}
+    assert set(summary["memory_bytes"]) == {"parameters", "gradients", "optimizer", "activations", "peak", "copies"}
     assert summary["collectives"] == {"all_reduce": {"count": 6, "bytes": 6144}}
     assert set(summary["seconds"]) == {"trace", "annotate", "solve", "rewrite"}
 
