@@ -31,7 +31,7 @@ UNSEEN = [KIB * size for size in (2, 32, 128, 384, 768, 1536, 3072)]  # most of 
 PAIR = MeasuredGroup(2, 1, 2, 2, "gloo")
 
 
-def quartiles(kind: str, attempts: int = 4, steady: float = 0.05) -> tuple[dict[int, float], float]:
+def quartiles(kind: str, attempts: int = 3, steady: float = 0.1) -> tuple[dict[int, float], float]:
     """Lower quartiles by size, of the steadiest of a few measurements, and how far the halves of that one disagree.
 
     Medians would do on an idle machine; the lower quartile is what other programs disturb less. Even and odd calls
@@ -39,7 +39,7 @@ def quartiles(kind: str, attempts: int = 4, steady: float = 0.05) -> tuple[dict[
     """
     best: tuple[dict[int, float], float] = {}, math.inf
     for attempt in range(attempts):
-        timings = time_collective(kind, dist.group.WORLD, range(2), PAIR, sizes=SEEN + UNSEEN, seconds=3, seed=attempt)
+        timings = time_collective(kind, dist.group.WORLD, range(2), PAIR, sizes=SEEN + UNSEEN, seconds=1.5, seed=attempt)
         halves = [[_quartile(t.samples_us[half::2]) for t in timings] for half in (0, 1)]
         apart = statistics.mean(abs(math.log(a / b)) for a, b in zip(*halves))
         if apart < best[1]:
@@ -58,7 +58,7 @@ def _measure(rank: int, kind: str) -> tuple[dict[int, float], float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "send_recv"])
 def test_sizes_not_seen_are_predicted(launch, kind):
     (us, apart), other = launch(_measure, args=(kind,), timeout_s=110)
     assert (us, apart) == other, "every rank has the times of the slowest"

@@ -96,10 +96,7 @@ def test_a_header_that_was_cut_off_is_not_read(folder, monkeypatch, caplog, requ
     (header,) = (folder / "headers").rglob("*.gch")
     header.write_bytes(header.read_bytes()[:5000])
     assert_right(compiled(adding(0, "its header is cut off")))
-    assert f"{header}, which the C++ compiler cannot read, is removed" in caplog.text
-    codecache._precompile_header.cache_clear()
-    assert_right(compiled(adding(0, "its header is compiled again")))
-    assert header.exists()
+    assert f"{header}, which the C++ compiler cannot read, is removed" in caplog.text and not header.exists()
 
 
 def test_kernels_that_cannot_share_a_library_have_their_own(folder, monkeypatch):
