@@ -59,6 +59,8 @@ class Checkpointer:
         self._writer = CheckpointWriter(self._folder, _own_group())
         self._signals = StopSignals(_own_group())
         self._queue, self._buffers = SaveQueue(), StagingBuffers()
+        self._begins: int | None = None
+        """The step that comes first after `resume`, until it is done."""
 
     def resume(self) -> int:
         """Load the newest whole checkpoint; returns the number of steps that it has, or 0 without one.
@@ -71,6 +73,7 @@ class Checkpointer:
             if this_rank() == 0:
                 self._folder.remove_unfinished()
             found = newest_whole(self._folder)
+            self._begins = 0 if found is None else found.step
             if found is None:
                 return 0
             _together(lambda: self._state.restore(CheckpointReader(self._folder, found)))
@@ -83,7 +86,13 @@ class Checkpointer:
     def step(self, k: int) -> None:
         """Note that step k (from 0) is done, and save where it is due.
 
-        After a signal, raises SystemExit(75) when the checkpoint is complete. Raises BadInput if an earlier save failed."""
+        After a signal, raises SystemExit(75) when the checkpoint is complete. Raises BadInput if an earlier save failed, or if
+        steps seem to be counted from 1."""
+        if self._begins is not None and k == self._begins + 1:
+            raise BadInput(f"step({k}) is the first call after resume() returned {self._begins}, so that checkpoints would "
+                           "have one step more than was done: steps are counted from 0", f"{CALLED}.step",
+                           "call step(k) before k goes up, or step(k - 1) after that")
+        self._begins = None
         signal_name = self._signals.agreed()
         if signal_name is not None:
             self.save(k, wait=True)

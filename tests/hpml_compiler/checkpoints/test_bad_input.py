@@ -87,6 +87,18 @@ def test_folders(folder, message):
     assert folder in raised.value.where and raised.value.next_step
 
 
+def test_steps_that_are_counted_from_1(tmp_path):
+    checkpointer = made(tmp_path, every=2)
+    for begins in (0, 2):
+        assert checkpointer.resume() == begins
+        with pytest.raises(BadInput, match="steps are counted from 0") as raised:
+            checkpointer.step(begins + 1)
+        assert "before k goes up" in raised.value.next_step
+        for k in (begins, begins + 1):
+            checkpointer.step(k)
+        checkpointer.wait()
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_a_full_disk(tmp_path, monkeypatch, background, caplog):
     checkpointer = made(tmp_path, every=1, background=background)
