@@ -183,7 +183,8 @@ class _StorageProgramReader:
             _workspace(node, leaves, self.device), "reduce_scatter" in packet_name(node.target),
             scratch_bytes=scratch_bytes(node),
             multiplies_activations="bmm" in packet_name(node.target) and not any(self.storages[s].input_phase for s in reads),
-            of_backward=node.meta.get("partitioner_tag") == "is_backward", draws=uses_rng(node)))
+            of_backward=node.meta.get("partitioner_tag") == "is_backward", draws=uses_rng(node),
+            seeded=packet_name(node.target) in ("random_at", "inductor_random")))
 
     def _gathers_inputs(self, node: Node, reads: tuple[int, ...]) -> bool:
         return "all_gather" in packet_name(node.target) and all(self.storages[s].input_phase for s in reads)

@@ -31,7 +31,9 @@ def pin_recomputation(program: StorageProgram, pins: Pins, of_stage: bool = Fals
         return program
     blocks = {run.block for run in program.runs if not run.backward}
     mode = partial(_mode, pins=pins, alone=not (of_stage or any(blocks)))
-    saved = {s for block in blocks for s in _saved(program, block, mode(block))}
+    saved, seeded = set[int](), _seeded(program)
+    for block in blocks:
+        saved |= _saved(program, block, mode(block), seeded)
     storages = list(program.storages)
     for s in program.candidates:
         run = program.runs[program.maker(s)]
@@ -59,12 +61,21 @@ def _mode(block: str, pins: Pins, alone: bool) -> Recompute:
     return found
 
 
-def _saved(program: StorageProgram, block: str, mode: Recompute) -> set[int]:
-    """Storages made in a block that are saved."""
+def _seeded(program: StorageProgram) -> set[int]:
+    """Storages of random numbers from a seed, and of what is computed from them alone, such as masks of dropout."""
+    found: set[int] = set()
+    for run in program.runs:
+        if run.seeded or run.reads and found.issuperset(run.reads):
+            found.update(run.makes)
+    return found
+
+
+def _saved(program: StorageProgram, block: str, mode: Recompute, seeded: set[int]) -> set[int]:
+    """Storages made in a block that are saved. seeded: storages for which seeds are all that has to be saved."""
     runs = [run for run in program.runs if run.block == block and not run.backward]
     made = {s for run in runs for s in run.makes}
     if mode == "selective":
-        return made - _inside_attention(runs)
+        return made - _inside_attention(runs, seeded)
     if mode == "full":  # its results, which are the inputs of other blocks
         return {s for s in made if s in program.returned or any(
             program.runs[k].block != block and not (program.runs[k].backward or program.runs[k].of_backward)
@@ -72,8 +83,9 @@ def _saved(program: StorageProgram, block: str, mode: Recompute) -> set[int]:
     return set()
 
 
-def _inside_attention(runs: Sequence[ProgramOp]) -> set[int]:
-    """Storages between the batched products of activations in a block: results of one that another is computed from."""
+def _inside_attention(runs: Sequence[ProgramOp], seeded: set[int]) -> set[int]:
+    """Storages between the batched products of activations in a block: results of one that another is computed from, and
+    masks of dropout that these are computed with."""
     after: set[int] = set()
     for run in runs:
         if run.multiplies_activations or after.intersection(run.reads):
@@ -82,4 +94,8 @@ def _inside_attention(runs: Sequence[ProgramOp]) -> set[int]:
     for run in reversed(runs):
         if run.multiplies_activations or before.intersection(run.makes):
             before.update(run.reads)
-    return after & before
+    inside = after & before
+    for run in reversed(runs):
+        if inside.intersection(run.makes):
+            inside.update(seeded.intersection(run.reads))
+    return inside

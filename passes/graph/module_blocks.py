@@ -57,6 +57,10 @@ def runs_in_backward(node: Node) -> bool:
     return is_backward(node) or node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE
 
 
+_TRACED = frozenset(("nn_module_stack", "seq_nr", "stack_trace"))
+"""Keys in the meta of traced calls, and of those that replace them."""
+
+
 def assign_blocks(gm: GraphModule) -> dict[Node, str]:
     """Block of every node, "" where there is none."""
     return _assign(gm, block_of)
@@ -85,5 +89,8 @@ def _assign(gm: GraphModule, of_forward: Callable[[Node], str]) -> dict[Node, st
             # The last summand: the others may have passed through many blocks (a residual stream).
             summands = [x for x in node.all_input_nodes if is_backward(x) and blocks.get(x)]
             own = blocks[max(summands, key=order.__getitem__)] if summands else ""
+        if node.op == "call_function" and not _TRACED.intersection(node.meta):  # a compiler's pattern made it
+            operands = [x for x in node.all_input_nodes if blocks.get(x)]
+            own = blocks[max(operands, key=order.__getitem__)] if operands else own
         blocks[node] = own
     return blocks

@@ -23,7 +23,7 @@ class ProgramOp:
     and results, until its wait or, where it `lingers`, until another collective has allocated its own. waits_for: the op that
     this one only waits for. scratch_bytes: temporary memory of any op while it runs. multiplies_activations: a batched
     product without parameters, as in attention. of_backward: part of backward by its tag, although it needs no gradient.
-    draws: random numbers, also where nothing reads them.
+    draws: random numbers or seeds, also where nothing reads them. seeded: random numbers that are computed from a seed.
     """
 
     name: str
@@ -43,6 +43,7 @@ class ProgramOp:
     multiplies_activations: bool = False
     of_backward: bool = False
     draws: bool = False
+    seeded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
