@@ -12,6 +12,7 @@ from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from hpml_compiler.simulate.simulation import ESTIMATED
 from hpml_compiler.simulate.step_energy import Activity
+from passes.cost_model.energy_model import capped_cluster
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.decision import AFTER, MicrobatchPlacement
@@ -47,7 +48,8 @@ def in_time(record: GraphPlan, annotated: AnalyzedGraph, times: MicrobatchPlacem
     if times is None:
         return record
     return with_microbatches(record, annotated.graph, times, loss_of(annotated.gm) is not None,
-                             mesh_from_pin(record.mesh, cluster), options.optimizer_states, repeats, annotated.interface.names)
+                             mesh_from_pin(record.mesh, capped_cluster(cluster, options.power_cap)), options.optimizer_states,
+                             repeats, annotated.interface.names)
 
 
 def microbatch_plan(record: GraphPlan, graph: PlacementGraph, times: MicrobatchPlacement, loss_inside: bool) -> MicrobatchPlan:

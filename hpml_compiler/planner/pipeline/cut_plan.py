@@ -45,6 +45,7 @@ from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
+from passes.cost_model.energy_model import capped_cluster
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.errors import BadInput
 from passes.graph.decision import MicrobatchPlacement
@@ -156,7 +157,8 @@ class FoldedCutPlan(MakesPlan):
         found = planned or plan_graph(step.annotated, options_of_stage(options), alone, name=step.name, budget_bytes=NO_LIMIT,
                                       lifetimes=memory_model_of(table), allowance=step.allowance, shorter=folded.shorter,
                                       further=folded.further)
-        record, prices = folded.of_all_layers(found.record), MeshPrices(mesh_from_pin(found.mesh, alone), states)
+        record, prices = folded.of_all_layers(found.record), MeshPrices(
+            mesh_from_pin(found.mesh, capped_cluster(alone, options.power_cap)), states)
         if times is not None:
             graph = step.annotated
             record = with_microbatches(record, graph.graph, times, loss_of(graph.gm) is not None, prices.mesh, states,
@@ -171,7 +173,8 @@ class FoldedCutPlan(MakesPlan):
             fullest.append(replace(own, saved=sum(each.saved_bytes for each in decided.values())))
             kept.update((k, checkpointing_plan(each, checkpointing.options)) for k, each in decided.items())
         record = with_pipeline(record, stages.parts(costs, layers, kept), table,
-                               mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}, step.cluster, states, memory)
+                               mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks},
+                               capped_cluster(step.cluster, options.power_cap), states, memory)
         most = fullest_of(fullest) if checkpointing.budgeted else None
         owned = [self._copies(stages.reads_of(rank)) for rank in range(len(table.actions))]
         return CutResult(record, costs.staged.stages, _peaks(record, memory), owned, self._copies(folded.parameters), most)

@@ -25,6 +25,7 @@ from hpml_compiler.plans.schema import GraphPlan
 from passes.analyses.flops import FLOPS
 from passes.annotations import read
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
+from passes.cost_model.energy_model import capped_cluster
 from passes.graph.decision import MicrobatchPlacement
 from passes.graph.graph_signature import GraphInput
 from passes.graph.step_phase import BACKWARD, FORWARD
@@ -60,7 +61,7 @@ class PipelinePlanBuilder:
         annotated = annotate(joint, self.inputs, self.forward_outputs, count, self.options.shards_outputs,
                              self.options.compiler)
         mesh = {PP_AXIS: len(table.actions)}
-        alone = cluster_of_stage(self.cluster, mesh[PP_AXIS])
+        alone, cap = cluster_of_stage(self.cluster, mesh[PP_AXIS]), self.options.power_cap
         if self.planned is None:  # one rank has no choice
             own = self.options.model_copy(update={"mesh": None, "plan": None})
             planned = plan_graph(annotated, own, alone, name=name, lifetimes=memory_model_of(table), budget_bytes=NO_LIMIT)
@@ -69,12 +70,13 @@ class PipelinePlanBuilder:
         record = planned.record.model_copy(update={"name": name})
         if self.times is not None:
             record = with_microbatches(record, annotated.graph, self.times, loss_of(joint) is not None,
-                                       mesh_from_pin(planned.mesh, alone), self.options.optimizer_states, self.repeats,
-                                       annotated.interface.names)
+                                       mesh_from_pin(planned.mesh, capped_cluster(alone, cap)),
+                                       self.options.optimizer_states, self.repeats, annotated.interface.names)
         read = _parameters(marked, staged, annotated.interface.names)
         listed = _listed(annotated.gm, staged.stages, record.operations)
         parts = [self._part(k, listed[k], staged, table, read[k]) for k in range(table.stages)]
-        return with_pipeline(record, parts, table, mesh, self.cluster, self.options.optimizer_states, self.memory(table))
+        return with_pipeline(record, parts, table, mesh, capped_cluster(self.cluster, cap), self.options.optimizer_states,
+                             self.memory(table))
 
     def memory(self, table: PipelineSchedule) -> list[GraphMemory]:
         """Memory of each rank besides what its stages save."""

@@ -115,6 +115,14 @@ def test_less_power_is_slower_and_draws_less():
     assert times == sorted(times) and powers == sorted(powers, reverse=True) and powers[-1] < 120 * 1.1
 
 
+@pytest.mark.parametrize("options", [{"mesh": {"pp": 2, "dp": 2}}, {"mesh": MESH}], ids=str)
+def test_stages_and_microbatches_keep_to_a_cap(options):
+    plan = planned(gpt(4), microbatches=2, power_cap=120.0, **options)
+    found = simulate(plan)
+    for energy_j, us in ((plan.predicted.energy_j, plan.predicted.step_time_us), (found.energy_j, found.step_us)):
+        assert energy_j < 4e-6 * us * 121 + 0.01  # links draw more
+
+
 def test_a_plan_made_for_energy_can_be_passed_back(plans):
     again = planned(gpt(), objective="energy", plan=plans["energy"])
     assert again.predicted == plans["energy"].predicted
