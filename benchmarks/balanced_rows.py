@@ -1,10 +1,11 @@
 """Throughput of two ranks, one of which is half as fast, with and without `balance`, on CPUs over gloo.
 
-    torchrun --nproc-per-node 2 benchmarks/balanced_rows.py [--steps 120] [--rows 48] [--ms 1.0]
+    torchrun --nproc-per-node 2 benchmarks/balanced_rows.py [--axis dp|pp] [--steps 120] [--rows 48] [--ms 1.0]
 
-An operator of the model takes a time per row, which is twice as long on rank 1: it sleeps, so that the figures do not depend on
-what else the machine does. The optimum is that of a linear program: rows in proportion to the speeds. Prints rows per second of
-the last third of the steps (the median step), the rows of each rank, and the greatest difference of the losses.
+An operator of the model takes a time per row, which is twice as long on the slow rank: it sleeps, so that the figures do not
+depend on what else the machine does. Along dp, the optimum is that of a linear program: rows in proportion to the speeds. Along
+pp, all cuts of the blocks are run, and the best of them is the optimum. Prints rows per second of the last third of the steps
+(the median step), the shares of each rank, and the greatest difference of the losses.
 """
 from __future__ import annotations
 
@@ -23,14 +24,23 @@ import hpml_compiler
 WIDTH = 64
 
 
-class Net(nn.Module):
+class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.down(torch.tanh(self.up(work(x)))) - x.sin()).square().mean()
+        return self.down(torch.tanh(self.up(work(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.blocks(x) - x.sin()).square().mean()
 
 
 def train(call: Any, model: nn.Module, steps: int, rows: int) -> tuple[list[float], list[float]]:
@@ -48,30 +58,44 @@ def train(call: Any, model: nn.Module, steps: int, rows: int) -> tuple[list[floa
     return losses, seconds
 
 
+def measured(args: argparse.Namespace, **options: Any) -> tuple[float, list[float], list[Any]]:
+    """Rows per second, losses, and shares of the ranks in each graph."""
+    hpml_compiler.reset()
+    model = Net(args.blocks if args.axis == "pp" else 1)
+    options = {"mesh": {args.axis: dist.get_world_size()}, "zero": 0, "compiler": "eager", "monitor": False, **options}
+    losses, seconds = train(torch.compile(model, backend="hpml", options=options), model, args.steps, args.rows)
+    graphs = hpml_compiler.last_plan().graphs
+    shares = [[len(stage.blocks) for stage in graph.pipeline.stages] if graph.pipeline else dict(graph.rows_by_rank)
+              for graph in graphs]
+    return args.rows / median(seconds[-args.steps // 3:]), losses, shares
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Throughput with a slow rank.")
+    parser.add_argument("--axis", choices=("dp", "pp"), default="dp")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--rows", type=int, default=48)
-    parser.add_argument("--ms", type=float, default=1.0, help="time per row of rank 0")
+    parser.add_argument("--blocks", type=int, default=6, help="of the model, along pp")
+    parser.add_argument("--microbatches", type=int, default=4, help="along pp")
+    parser.add_argument("--ms", type=float, default=1.0, help="time per row of the fast rank")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     register()
-    seconds_per_row[0] = args.ms / 1e3 * (1 + dist.get_rank())
+    slow = dist.get_rank() == (0 if args.axis == "pp" else 1)
+    seconds_per_row[0] = args.ms / 1e3 * (1 + slow)
+    stages: dict[str, Any] = {"microbatches": args.microbatches} if args.axis == "pp" else {}
+    found = {f"balance {balance}": measured(args, balance=balance, **stages) for balance in ("off", "auto")}
     optimum = sum(1e3 / args.ms / (1 + rank) for rank in range(dist.get_world_size()))
-    first: list[float] = []
-    for balance in ("off", "auto"):
-        hpml_compiler.reset()
-        model = Net()
-        options: dict[str, Any] = {"mesh": {"dp": dist.get_world_size()}, "zero": 0, "compiler": "eager", "monitor": False,
-                                   "balance": balance}
-        losses, seconds = train(torch.compile(model, backend="hpml", options=options), model, args.steps, args.rows)
-        first = first or losses
-        got = args.rows / median(seconds[-args.steps // 3:])
-        if dist.get_rank() == 0:
-            apart = max(abs(a - b) for a, b in zip(losses, first, strict=True))
-            shares = [dict(graph.rows_by_rank) for graph in hpml_compiler.last_plan().graphs if graph.rows_by_rank]
-            print(f"balance {balance:5} {got:8.1f} rows/s, {got / optimum:.2f} of the optimum of {optimum:.1f}  "
-                  f"rows {shares or 'equal'}  losses apart {apart:.2g}", flush=True)
+    if args.axis == "pp":
+        args.steps //= 4
+        found |= {f"cut {k}+{args.blocks - k}": measured(args, stage_speeds=[k, args.blocks - k], **stages)
+                  for k in range(1, args.blocks)}
+        optimum = max(rate for name, (rate, _, _) in found.items() if name.startswith("cut"))
+    first = found["balance off"][1]
+    for name, (rate, losses, shares) in found.items() if dist.get_rank() == 0 else ():
+        apart = max(abs(a - b) for a, b in zip(losses, first))
+        print(f"{name:13} {rate:8.1f} rows/s, {rate / optimum:.2f} of the optimum of {optimum:.1f}  "
+              f"shares {shares}  losses apart {apart:.2g}", flush=True)
     dist.destroy_process_group()
 
 

@@ -22,6 +22,7 @@ from hpml_compiler.units import (
     parse_outer_optimizer,
     parse_recompute,
     parse_rows,
+    parse_speeds,
     parse_watts,
 )
 from passes.batch_balance.row_counts import apportioned
@@ -64,6 +65,7 @@ Compression = Annotated[dict[str, str], BeforeValidator(parse_compression)]
 LocalSteps = Annotated[dict[str, int], BeforeValidator(parse_local_steps)]
 OuterOptimizer = Annotated[tuple[float, float], BeforeValidator(parse_outer_optimizer)]
 Rows = Annotated[dict[str, tuple[int, ...]] | Literal["even", "whole"], BeforeValidator(parse_rows)]
+Speeds = Annotated[tuple[float, ...], BeforeValidator(parse_speeds)]
 Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 PlanOrPath = Annotated[str | Plan | MixedPlan, BeforeValidator(_path_text)]
 
@@ -125,6 +127,12 @@ def _check_stages(value: str | int, others: Mapping[str, Any]) -> None:
         raise ValueError('needs pipeline stages: the mesh has a pp of 1; use more, as in "mesh": {"pp": 2}, or leave pp out')
 
 
+def _check_speeds(speeds: tuple[float, ...], others: Mapping[str, Any]) -> None:
+    stages = (others.get("mesh") or {}).get("pp", 1)
+    if speeds and len(speeds) != stages:
+        raise ValueError(f"{len(speeds)} speeds for {stages} pipeline ranks: give one for each, and pin pp in the mesh")
+
+
 def _check_compress(compress: Mapping[str, str], others: Mapping[str, Any]) -> None:
     if unknown := sorted(set(compress) - {*(others.get("mesh") or compress), EVERY, BETWEEN} | {"pp"} & set(compress)):
         raise ValueError(f"no gradients are reduced along {unknown[0]!r}: name another axis of the mesh")
@@ -184,10 +192,12 @@ def _check_balance(balance: str, others: Mapping[str, Any]) -> None:
     mesh = others.get("mesh") or {}
     if balance == "off":
         return
-    if mesh.get("dp", 1) == 1:
-        raise ValueError('rows move along the axis dp: pin it, as in "mesh": {"dp": 2}')
-    if mesh.get("pp", 1) > 1:
-        raise ValueError("pipelines are not cut anew while they run: use a mesh without pp")
+    if mesh.get("dp", 1) == mesh.get("pp", 1) == 1:
+        raise ValueError('rows move along the axis dp, blocks along pp: pin one, as in "mesh": {"dp": 2}')
+    if mesh.get("pp", 1) > 1 and others.get("offload") in ("optimizer", "all"):
+        raise ValueError("offloaded state does not move between pipeline stages: leave offload or balance out")
+    if mesh.get("pp", 1) > 1 and any(map(rank_of, (others.get("compress") or {}).values())):
+        raise ValueError("the state of PowerSGD does not move between pipeline stages: leave compress or balance out")
     if others.get("local_steps"):
         raise ValueError("replicas have equal numbers of rows: leave local_steps out")
     if others.get("rows") == "whole":
@@ -198,7 +208,8 @@ def _check_balance(balance: str, others: Mapping[str, Any]) -> None:
 
 CHECKS: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "rows": _check_rows, "recompute": _check_recompute, "zero": _check_zero, "offload": _check_offload,
-    "schedule": _check_stages, "virtual_stages": _check_stages, "compress": _check_compress,
+    "schedule": _check_stages, "virtual_stages": _check_stages, "stage_speeds": _check_speeds,
+    "compress": _check_compress,
     "local_steps": _check_local_steps, "outer_optimizer": _check_outer, "balance": _check_balance,
     "redundancy": _check_redundancy,
 }

@@ -25,6 +25,7 @@ from hpml_compiler.option_values import (
     PlanOrPath,
     RecomputeByBlock,
     Rows,
+    Speeds,
     Watts,
     ZeroLevel,
     check_mesh,
@@ -81,6 +82,8 @@ class Options(BaseModel):
         "auto", description='pipeline schedule; "auto" is 1f1b, or interleaved with virtual_stages '
         "above 1")
     virtual_stages: int = Field(1, ge=1, description="pipeline stages per rank of the mesh axis pp")
+    stage_speeds: Speeds = Field(
+        (), description="relative speeds of the ranks along pp, such as [2, 1], by which blocks are divided; equal by default")
     compile_blocks: Literal["auto", "on", "off"] = Field(
         "auto", description="regional compilation: equal blocks of a graph, such as layers of a model, are compiled once and "
         'called for each; "auto": where these calls take less than 1 % of the predicted step, on CPUs and with several ranks')
@@ -153,7 +156,7 @@ class Options(BaseModel):
         0, ge=0, description="ranks that hold a copy of what each rank has of sharded parameters and optimizer state, "
         "in memory, on other nodes first; under `hpml run --elastic`, all is put together from them when a rank is lost")
     balance: Balance = Field(
-        "off", description='"auto" moves rows of the batch along dp from slow ranks to fast ones, as measured, in training')
+        "off", description='"auto" moves work from slow ranks to fast ones in training, as measured: rows, or blocks along pp')
     monitor: bool = Field(True, description="compare measured step time and memory with the prediction")
     tensorboard: Folder | None = Field(None, description="folder to write that comparison to, as TensorBoard scalars")
     _chosen: frozenset[str] = PrivateAttr(frozenset())

@@ -134,6 +134,15 @@ def parse_local_steps(value: object) -> object:
     return dict(value)
 
 
+def parse_speeds(value: object) -> object:
+    """Relative speeds, such as [2, 1] or "2,1". Raises ValueError."""
+    given = [float(each) for each in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(given, (list, tuple)) or not all(
+            isinstance(each, (int, float)) and 0 < each < math.inf for each in given):
+        raise ValueError(f"{shortened(repr(value))} are no speeds: give positive numbers, as in [2, 1]")
+    return tuple(map(float, given))
+
+
 def parse_outer_optimizer(value: object) -> object:
     """Learning rate and momentum of an outer optimizer: "average" is (1, 0), "nesterov" DiLoCo's (0.7, 0.9), and
     "nesterov:LR:MOMENTUM" others. Raises ValueError."""

@@ -234,9 +234,10 @@ def adopting_stages(stages: StageAssignment) -> PassManager:
     return PassManager((AdoptStages(stages),))
 
 
-def finding_stages(count: int, device: Device, starts: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> PassManager:
+def finding_stages(count: int, device: Device, starts: tuple[str, ...] = (), ranks: tuple[int, ...] = (),
+                   speeds: tuple[float, ...] = ()) -> PassManager:
     """Assign the calls of a graph ready for planning to stages
-    (`passes.transforms.pipeline.stage_graphs`). starts, ranks: as `FindStages` takes them."""
-    manager = PassManager((FindBlocks(), FindStages(count, device, starts, ranks)))
+    (`passes.transforms.pipeline.stage_graphs`). starts, ranks, speeds: as `FindStages` takes them."""
+    manager = PassManager((FindBlocks(), FindStages(count, device, starts, ranks, speeds)))
     manager.check(available=(SHAPES, FLOPS, GRAPH_SIGNATURE))
     return manager

@@ -33,6 +33,7 @@ from passes.graph.layouts import StoredLayout
 from passes.hardware.axis import device_axes
 from passes.hardware.cluster import Cluster
 from passes.op_rules.base import REPLICATE
+from passes.pipeline.stage_assignment import StageAssignment
 from passes.session_state import state, state_of
 from passes.transforms.shard.redistributor import MeshGroups
 
@@ -62,6 +63,8 @@ class Session:
     """Keys of the meshes whose process groups this session has created."""
     stage_starts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By frame, the first block of each stage but the first, so that evaluation is split into the same stages as training."""
+    stages: dict[str, StageAssignment] = field(default_factory=dict)
+    """By graph, its pipeline stages."""
     loss_chunks: dict[str, LossChunking] = field(default_factory=dict)
     """By graph, how this rank computes its loss."""
     monitor: PlanMonitor | None = None

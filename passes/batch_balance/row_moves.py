@@ -10,10 +10,9 @@ LEAST_GAIN = 0.08
 
 
 @dataclass(frozen=True)
-class RowMove:
-    """rows: by coordinate. now_s, then_s: time of the slowest coordinate before and after."""
+class WorkMove:
+    """Work that moves between ranks. now_s, then_s: time of the slowest before and after."""
 
-    rows: tuple[int, ...]
     now_s: float
     then_s: float
 
@@ -21,6 +20,13 @@ class RowMove:
         """True if the move saves more than it costs within so many steps."""
         gain_s = self.now_s - self.then_s
         return gain_s >= LEAST_GAIN * self.now_s and gain_s * steps >= cost_s
+
+
+@dataclass(frozen=True)
+class RowMove(WorkMove):
+    """rows: by coordinate."""
+
+    rows: tuple[int, ...]
 
 
 def best_move(rows: Sequence[int], windows: Sequence[Sequence[float]], unit: int = 1) -> RowMove:
@@ -43,4 +49,4 @@ def best_move(rows: Sequence[int], windows: Sequence[Sequence[float]], unit: int
     times = [(max(window), max(own * after / before for own, after, before in zip(window, moved, rows, strict=True)))
              for window in windows]
     now_s, then_s = min(times, key=lambda each: each[0] - each[1])
-    return RowMove(moved, now_s, then_s)
+    return RowMove(now_s, then_s, moved)

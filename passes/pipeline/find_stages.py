@@ -28,7 +28,7 @@ from passes.annotations import read, write
 from passes.base import AnalysisPass
 from passes.cost_model.roofline import RooflineCost
 from passes.errors import BadInput, HpmlError
-from passes.graph.fx_nodes import WAIT, is_collective, returned_nodes
+from passes.graph.fx_nodes import is_collective, returned_nodes
 from passes.graph.graph_signature import GraphSignature
 from passes.graph.module_blocks import block_of, is_backward, runs_in_backward
 from passes.graph.planning_keys import GRAPH_SIGNATURE
@@ -39,13 +39,11 @@ from passes.hardware.mesh import Mesh
 from passes.json_records import FrozenMap
 from passes.op_rules.rule_table import operator_of
 from passes.pipeline.block_chain import BlockChain
+from passes.pipeline.block_places import places
 from passes.pipeline.find_blocks import BLOCK_CHAIN, learned_nodes
-from passes.pipeline.stage_assignment import STAGES, SentValue, StageAssignment
+from passes.pipeline.stage_assignment import STAGES, SentValue, StageAssignment, StageUnits
+from passes.pipeline.stage_moves import cut_units
 from passes.registry import register
-from passes.solver.balanced_partition import equal_cut
-
-PARTS = (operator.getitem, WAIT)
-"""Ops that share the position of their operand: they select a part of it, or wait for it."""
 
 
 class TooFewBlocks(BadInput):
@@ -56,7 +54,8 @@ class TooFewBlocks(BadInput):
 @dataclass(frozen=True)
 class FindStages(AnalysisPass):
     """Writes STAGES. count: number of stages; device: whose time is balanced. starts: in place of balancing, the name of the
-    block that each stage but the first begins with. ranks: of the stages, where some have several."""
+    block that each stage but the first begins with. ranks: of the stages, where some have several. speeds: of the ranks, where
+    they are unequal."""
 
     name = "find_stages"
     requires = (SHAPES, FLOPS, GRAPH_SIGNATURE, BLOCK_CHAIN)
@@ -66,14 +65,17 @@ class FindStages(AnalysisPass):
     device: Device = field(default_factory=lambda: Cluster.local(1, "cpu").device)
     starts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    speeds: tuple[float, ...] = ()
 
     def run(self, graph_module: fx.GraphModule) -> None:
-        write(STAGES, graph_module, _StageBalance(graph_module, self.count, self.device, self.ranks).stages(self.starts))
+        write(STAGES, graph_module, _StageBalance(
+            graph_module, self.count, self.device, self.ranks, self.speeds).stages(self.starts))
 
 
 class _StageBalance:
-    def __init__(self, gm: fx.GraphModule, count: int, device: Device, ranks: tuple[int, ...]):
-        self.gm, self.count, self.ranks = gm, count, ranks
+    def __init__(self, gm: fx.GraphModule, count: int, device: Device, ranks: tuple[int, ...],
+                 speeds: tuple[float, ...]):
+        self.gm, self.count, self.ranks, self.speeds = gm, count, ranks, speeds
         self.interface: GraphSignature = read(GRAPH_SIGNATURE, gm)
         self.chain: BlockChain = read(BLOCK_CHAIN, gm)
         if not self.chain.blocks:
@@ -86,7 +88,8 @@ class _StageBalance:
         self.us = {node: _us(node, cost) for node in self.calls if node not in self.copied}
 
     def stages(self, starts: Sequence[str] = ()) -> StageAssignment:
-        ends = self._pinned(starts) if starts else self._cut()
+        units = self._units()
+        ends = self._pinned(starts) if starts else self._cut(units)
         stage_of = [sum(end <= place for end in ends) for place in range(len(self.chain.blocks))]
         of = {node: stage_of[self.place[node]] for node in self.calls}
         sums, summed = self._sums(of)
@@ -102,7 +105,7 @@ class _StageBalance:
             frozenset(node.name for node in self.copied), tuple(sent),
             FrozenMap({node.name: tuple(part.name for part in parts) for node, parts in sums.items()}),
             frozenset(node.name for node in summed), FrozenMap(self._readers(of, sums)),
-            tuple(map(tuple, blocks)), tuple(time_us), tuple(forward_us))
+            tuple(map(tuple, blocks)), tuple(time_us), tuple(forward_us), units)
 
     def _gathers_elsewhere(self, of: dict[fx.Node, int]) -> set[fx.Node]:
         """Gathers of parameters, with the calls that lead to them or view them, that other stages than their own read."""
@@ -130,8 +133,15 @@ class _StageBalance:
                            f"{', '.join(places)}", "stages", "name one for each stage but the first, in their order")
         return [*ends, len(self.chain.blocks)]
 
-    def _cut(self) -> list[int]:
-        """Index of the last block of each stage."""
+    def _cut(self, units: StageUnits) -> list[int]:
+        """Index of the first block after each stage."""
+        found = cut_units(units, self.count, self.ranks, self.speeds)
+        if found is None:
+            raise self._too_few(sum(us > 0 for us in units.times_us))
+        return found
+
+    def _units(self) -> StageUnits:
+        """Runs of blocks between which a stage may end."""
         blocks = self.chain.blocks
         time = [0.0] * len(blocks)
         for node, us in self.us.items():
@@ -143,11 +153,8 @@ class _StageBalance:
             units = [k for k in range(1, len(blocks)) if among[k - 1] or among[k]] + [len(blocks)]
         else:
             units = list(range(1, len(blocks) + 1))
-        found = equal_cut([sum(time[start:stop]) for start, stop in zip([0, *units], units)],
-                          [crossing[unit - 1] for unit in units[:-1]], self.count, self.ranks)
-        if found is None:
-            raise self._too_few(sum(us > 0 for us in time))
-        return [units[end - 1] for end in found]
+        return StageUnits(tuple(units), tuple(sum(time[start:stop]) for start, stop in zip([0, *units], units)),
+                          tuple(crossing[unit - 1] for unit in units[:-1]))
 
     def _sums(self, of: dict[fx.Node, int]) -> tuple[dict[fx.Node, list[fx.Node]], set[fx.Node]]:
         """Gradients of inputs that are sums over stages, with their parts; and the calls that add these."""
@@ -206,67 +213,6 @@ class _StageBalance:
         """Stages that read a parameter, also through calls that each of them runs."""
         return {stage for user in node.users if user.op != "output"
                 for stage in (self._stages_reading(user, of) if user in self.copied else (of[user],))}
-
-
-def places(gm: fx.GraphModule, chain: BlockChain, learned: set[fx.Node]) -> dict[fx.Node, int]:
-    """Position of every call in the chain of blocks; see the module's docstring."""
-    home = {piece: position for position, block in enumerate(chain.blocks) for piece in block.pieces}
-    place: dict[fx.Node, int] = {}
-    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-    for node in calls:
-        if not runs_in_backward(node):
-            source = node.args[0] if node.target in PARTS else None
-            place[node] = place[source] if isinstance(source, fx.Node) and source in place else home[node.name]
-    _to_first_readers(calls, learned, place)
-    by_sequence: dict[int, int] = {}
-    for node, position in place.items():
-        number = node.meta.get("seq_nr")
-        if number is not None and node in learned:
-            by_sequence[number] = max(position, by_sequence.get(number, 0))
-    for node in calls:
-        if runs_in_backward(node):
-            place[node] = _of_backward(node, place, learned, by_sequence, len(chain.blocks) - 1)
-    _to_last_readers([node for node in calls if runs_in_backward(node) and not is_backward(node)], learned, place)
-    return place
-
-
-def _to_first_readers(calls: Sequence[fx.Node], learned: set[fx.Node], place: dict[fx.Node, int]) -> None:
-    """Move calls on parameters alone to their first reader, whichever module contains them."""
-    alone: set[fx.Node] = set()
-    for node in calls:
-        inputs = [x for x in node.all_input_nodes if x in learned]
-        given = all(x in learned or x.op == "get_attr" for x in node.all_input_nodes)
-        if node in place and inputs and given and all(x.op == "placeholder" or x in alone for x in inputs):
-            alone.add(node)
-    for node in reversed(calls):
-        readers = [place[user] for user in node.users if user in place]
-        if node in alone and readers:
-            place[node] = min(readers)
-    for node in calls:
-        if node.target in PARTS and node in alone:
-            place[node] = place[node.all_input_nodes[0]]
-
-
-def _to_last_readers(held_back: Sequence[fx.Node], learned: set[fx.Node], place: dict[fx.Node, int]) -> None:
-    """Move held-back calls to their latest reader or operand: results go to earlier stages from there."""
-    for node in reversed(held_back):
-        place[node] = max((place[user] for user in node.users if user in place), default=place[node])
-    for node in held_back:
-        place[node] = max([place[node], *(place[x] for x in node.all_input_nodes if x in place and x in learned)])
-
-
-def _of_backward(node: fx.Node, place: dict[fx.Node, int], learned: set[fx.Node], by_sequence: dict[int, int],
-                 last: int) -> int:
-    # A sum of gradients carries the `seq_nr` of whatever ran last in forward.
-    number = None if node.meta.get("is_gradient_acc") else node.meta.get("seq_nr")
-    if node.target in PARTS:
-        return place[node.all_input_nodes[0]]
-    made = [place[x] for x in node.all_input_nodes if x in place and x in learned and is_backward(x)]
-    own = by_sequence.get(number) if number is not None else None
-    if own is None:
-        own = min(made) if made else max(
-            (place[x] for x in node.all_input_nodes if x in place and x in learned), default=last)
-    return min([own, *made])
 
 
 def _parts(gradient: fx.Node, of: dict[fx.Node, int]) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -9,7 +9,9 @@ the other way, and a value that a more distant stage reads passes through those 
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from passes.annotations import Key
 from passes.graph.step_phase import Phase
@@ -32,6 +34,21 @@ class SentValue:
         return min(ends) <= border < max(ends)
 
 
+@dataclass(frozen=True)
+class StageUnits:
+    """Runs of blocks between which a stage may end. ends: the first block after each. times_us: computation of each in a step.
+    crossing: bytes that cross after each but the last."""
+
+    ends: tuple[int, ...] = ()
+    times_us: tuple[float, ...] = ()
+    crossing: tuple[float, ...] = ()
+
+    def work_us(self, ends: Sequence[int]) -> list[float]:
+        """Computation of stages that end before these blocks."""
+        return [sum(us for end, us in zip(self.ends, self.times_us, strict=True) if start < end <= stop)
+                for start, stop in zip([0, *ends], ends)]
+
+
 @dataclass(frozen=True, repr=False)
 class StageAssignment:
     """Stages by node name.
@@ -39,7 +56,7 @@ class StageAssignment:
     of: the stage of every call. copied: the calls that each stage runs itself. sums: for a gradient that is summed over stages,
     the parts, each from another stage, in the order of addition; summed: the calls that add them, which are in no stage's
     graph. parameters: the stages that read a parameter, first the one that accumulates its gradient. blocks: names by stage.
-    time_us: computation of each stage in a step; forward_us: the part of it in forward.
+    time_us: computation of each stage in a step; forward_us: the part of it in forward. units: that stages consist of.
     """
 
     count: int
@@ -52,6 +69,12 @@ class StageAssignment:
     blocks: tuple[tuple[str, ...], ...]
     time_us: tuple[float, ...]
     forward_us: tuple[float, ...]
+    units: StageUnits = StageUnits()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The first block after each stage."""
+        return tuple(accumulate(map(len, self.blocks)))
 
     def without_parameters(self) -> tuple[int, ...]:
         """Stages whose parameters are all read by another stage, too."""

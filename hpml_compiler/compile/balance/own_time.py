@@ -7,8 +7,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from hpml_compiler.runtime.process.compute_device import device_type
-from hpml_compiler.runtime.process.device_clock import clock_for
+from hpml_compiler.runtime.process.device_clock import Waits
 from passes import compat
 from passes.session_state import state_of
 
@@ -18,12 +17,11 @@ Marks = tuple[Any, Any, list[tuple[Any, Any]]]
 
 
 class WaitWatch:
-    """Notes the waits of the call that is measured now, if any, until the session ends. works: torch lets it."""
+    """Lets `Waits` see the waits for collectives of compiled graphs, until the session ends. works: torch lets it."""
 
     def __init__(self) -> None:
-        self.clock = clock_for(device_type())
-        self.waits: list[tuple[Any, Any]] | None = None
-        self._undo: Callable[[], None] | None = compat.watch_waits(self._begins, self._ends)
+        self.waits = state_of(Waits)
+        self._undo: Callable[[], None] | None = compat.watch_waits(self.waits.begins, self.waits.ends)
 
     @property
     def works(self) -> bool:
@@ -32,13 +30,6 @@ class WaitWatch:
     def close(self) -> None:
         if self._undo is not None:
             self._undo()
-
-    def _begins(self) -> Any:
-        return None if self.waits is None else self.clock.mark()
-
-    def _ends(self, start: Any) -> None:
-        if self.waits is not None and start is not None:
-            self.waits.append((start, self.clock.mark()))
 
 
 class OwnTimes:
@@ -49,16 +40,16 @@ class OwnTimes:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        watch = state_of(WaitWatch)
-        if watch.waits is not None:  # inside of another measured call, whose time this is
+        watch = state_of(WaitWatch).waits
+        if watch.noted is not None:  # inside of another measured call, whose time this is
             yield
             return
-        watch.waits = waits = []
+        watch.noted = waits = []
         start = watch.clock.mark()
         try:
             yield
         finally:
-            watch.waits = None
+            watch.noted = None
             self._calls.append((start, watch.clock.mark(), waits))
 
     def median_s(self) -> float:
@@ -66,7 +57,7 @@ class OwnTimes:
 
         A median of calls is blind to a rank that is interrupted in fewer than half of them, a mean to one long disturbance.
         """
-        clock, calls = state_of(WaitWatch).clock, self._calls
+        clock, calls = state_of(WaitWatch).waits.clock, self._calls
         self._calls = []
         own = [clock.elapsed_us(start, end) - sum(clock.elapsed_us(*wait) for wait in waits) for start, end, waits in calls]
         if len(own) < THIRDS:

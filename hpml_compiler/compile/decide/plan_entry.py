@@ -83,6 +83,7 @@ class PlanEntry:
             if this_rank() == 0:
                 warn_of_empty_stages(self.name, found)
             self.session.stage_starts[compat.frame_being_compiled()] = decision.stage_starts
+            self.session.stages[self.session.next_name()] = found
         self.session.enter(LazyPlan(source, self.seconds, reports), self.options, self.cluster)
         session.save_plan()
         if found is not None and self.options.monitor:

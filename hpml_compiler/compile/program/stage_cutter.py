@@ -69,7 +69,7 @@ class StageCutter:
         device = local_cluster(self.options, dist.get_world_size()).device
         cut = lambda starts: stage_body(  # noqa: E731
             self.marked, self.interface.kinds, self.loop, self.table.stages, device, self._agreed, starts, self.repeats,
-            self.options.chunks, tuple(self.table.ranks))
+            self.options.chunks, tuple(self.table.ranks), self.options.stage_speeds)
         if self.interface.training or not self.starts:
             return cut(self.starts)
         try:

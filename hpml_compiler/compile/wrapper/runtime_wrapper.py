@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
+from hpml_compiler.compile.wrapper.moved_parameters import move_to_stages
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
 from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
 from hpml_compiler.monitor.stage_monitor import StageMonitor
@@ -46,6 +47,7 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
     if options.offloads("optimizer"):
         offload_state((value for value in given if isinstance(value, torch.nn.Parameter)), options.offload_folder or "")
     function = without_second_derivatives(with_undefined_gradients(gm, given)(function))
+    move_to_stages([(given[k], rank) for k, rank in takes.moved.items()])
     borrowed = {k for k, x in enumerate(given) if owner_of(x) is not None} - takes.gathered - takes.own_here
     installed = shard_module(takes.placements, gm, given, devices, takes.gathered, takes.written, holding, borrowed)
     if takes.training and takes.decision.placements is not None:

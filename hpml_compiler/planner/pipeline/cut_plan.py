@@ -164,7 +164,7 @@ class FoldedCutPlan(MakesPlan):
             record = with_microbatches(record, graph.graph, times, loss_of(graph.gm) is not None, prices.mesh, states,
                                        repeats, graph.interface.names)
         calls = step_graph(record, PlannedPrices(record, RepricedPlan(record, prices)))
-        stages = ExtrapolatedStages(record, calls, lists_in_order(record, folded), table)
+        stages = ExtrapolatedStages(record, calls, lists_in_order(record, folded), table, options.stage_speeds)
         costs, checkpointing = self._pieces(stages, planned, repeats)
         layers = LayerMemory(checkpointing, costs, table, [costs.pieces.within(stages.places(k)) for k in range(table.stages)])
         memory = [resident_memory(record, stages.reads_of(rank)) for rank in range(len(table.actions))]
@@ -225,7 +225,7 @@ def _staged(gm: GraphModule, step: StepProblem, planned: PlanResult | None, time
     loop = split_at_markers(gm, step.outputs)
     chunks = 1 if step.options.chunks == "auto" else step.options.chunks
     staged = stage_body(gm, annotated.interface.kinds, loop, stages, step.cluster.device, lambda find: find(), starts,
-                        repeats, chunks, ranks)
+                        repeats, chunks, ranks, step.options.stage_speeds if ranks else ())
     return loop, staged, groups
 
 

@@ -33,11 +33,12 @@ def lists_in_order(record: GraphPlan, folded: FewLayerTrace) -> tuple[str, ...]:
 
 class ExtrapolatedStages:
     """The stages of `record`, which lists a few layers for a deeper model. step: of one microbatch. lists: paths of the lists
-    of layers. table: the schedule. reads: parameters of each stage. Raises TooFewBlocks."""
+    of layers. table: the schedule. speeds: of its ranks. reads: parameters of each stage. Raises TooFewBlocks."""
 
-    def __init__(self, record: GraphPlan, step: StepGraph, lists: Sequence[str], table: PipelineSchedule):
+    def __init__(self, record: GraphPlan, step: StepGraph, lists: Sequence[str], table: PipelineSchedule,
+                 speeds: Sequence[float] = ()):
         self.units, self.lists, self.table = (units := _Units(step, lists)), lists, table
-        ends = equal_cut(units.times_us, [0.0] * (len(units.times_us) - 1), table.stages, table.ranks)
+        ends = equal_cut(units.times_us, [0.0] * (len(units.times_us) - 1), table.stages, table.ranks, speeds)
         if ends is None:
             parts = len(units.times_us)
             raise TooFewBlocks(f"the graph has {parts} consecutive parts that compute something, fewer than "

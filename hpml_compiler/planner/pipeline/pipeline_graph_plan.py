@@ -31,8 +31,8 @@ from passes.graph.graph_signature import GraphInput
 from passes.graph.step_phase import BACKWARD, FORWARD
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
+from passes.pipeline.block_places import places
 from passes.pipeline.find_blocks import BLOCK_CHAIN, FindBlocks, learned_nodes
-from passes.pipeline.find_stages import places
 from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.pipeline.stage_assignment import SentValue, StageAssignment
 from passes.presets import annotate

@@ -49,10 +49,11 @@ class StagedBody:
 
 def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSplit, count: int, device: Device,
                agreed: Callable[[FindsStages], StageAssignment], starts: tuple[str, ...] = (),
-               repeats: LoopGathers = ONCE, chunks: Chunks = 1, ranks: tuple[int, ...] = ()) -> StagedBody:
+               repeats: LoopGathers = ONCE, chunks: Chunks = 1, ranks: tuple[int, ...] = (),
+               speeds: tuple[float, ...] = ()) -> StagedBody:
     """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: makes ranks agree on the stages
     that one of them finds. starts: first block of each stage but stage 0, if known. repeats: collectives of parameters that
-    each microbatch runs. chunks: of the loss. ranks: of the stages."""
+    each microbatch runs. chunks: of the loss. ranks: of the stages. speeds: of the ranks, where unequal."""
     body = copy_graph(loop.body)
     for node in body.graph.nodes:
         if uses_rng(node):
@@ -62,7 +63,7 @@ def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSp
     analyzing_stage_body(_kinds(body, marked, kinds, loop), len(loop.forward))(body)
 
     def found(begins: tuple[str, ...] = starts) -> StageAssignment:
-        finding_stages(count, device, begins, ranks)(body)
+        finding_stages(count, device, begins, ranks, speeds)(body)
         return read(STAGES, body)
 
     adopting_stages(agreed(found))(body)

@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from hpml_compiler.runtime.placements.gather_parts import in_memory_as
 from hpml_compiler.runtime.process.compute_device import sends_through_host
+from hpml_compiler.runtime.process.device_clock import Waits
 from hpml_compiler.runtime.program.stage_errors import carried, stage_error
 from hpml_compiler.runtime.program.stage_timer import note_sent
+from passes.session_state import state_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class P2P:
 
     def _wait(self, to: int) -> None:
         for work, _ in self.sent.pop(to, ()):
-            work.wait()
+            with state_of(Waits).waiting():
+                work.wait()
 
     def receive(self, like: Sequence[torch.Tensor], source: int) -> Received:
         """like: fakes of the tensors to come; these are contiguous, whatever the fakes' strides."""
@@ -70,7 +73,8 @@ class P2P:
                 sizes = [like[k].numel() for k in places]
                 flat = (torch.cat([_there(found[k]).reshape(-1) for k in places]) if rank == owner
                         else torch.empty(sum(sizes), dtype=dtype, device=self.device))
-                dist.broadcast(flat.view(torch.uint8), self.ranks[owner], self.group)
+                with state_of(Waits).waiting():
+                    dist.broadcast(flat.view(torch.uint8), self.ranks[owner], self.group)
                 if rank == owner:
                     note_sent(flat.nbytes * (len(self.ranks) - 1))
                 if rank != owner:
@@ -84,7 +88,8 @@ class P2P:
         """Raise the first failure of any rank on all ranks, as an error of the same class."""
         group, device = (self.group, self.device) if self.everybody is None else (self.everybody, torch.device("cpu"))
         any_failed = torch.tensor([failed is not None], dtype=torch.int32, device=device)
-        dist.all_reduce(any_failed, dist.ReduceOp.MAX, group)
+        with state_of(Waits).waiting():
+            dist.all_reduce(any_failed, dist.ReduceOp.MAX, group)
         if not int(any_failed):
             return
         rank = dist.get_rank()
@@ -114,8 +119,9 @@ class Received:
     device: torch.device
 
     def wait(self) -> list[torch.Tensor]:
-        for work in self.works:
-            work.wait()
+        with state_of(Waits).waiting():
+            for work in self.works:
+                work.wait()
         return [_like(x.to(self.device), fake) for x, fake in zip(self.buffers, self.like)]
 
 

@@ -24,7 +24,7 @@ def test_no_other_rows_have_a_shorter_slowest_one(rows, seconds, unit):
 @pytest.mark.parametrize("then_s, steps, cost_s, pays", [
     (0.5, 20, 5.0, True), (0.5, 20, 11.0, False), (0.95, 1000, 0.0, False)])
 def test_a_move_pays_where_it_saves_more_than_it_costs_and_more_than_noise(then_s, steps, cost_s, pays):
-    assert RowMove((1, 1), 1.0, then_s).pays(steps, cost_s) == pays
+    assert RowMove(1.0, then_s, (1, 1)).pays(steps, cost_s) == pays
 
 
 def test_a_window_that_was_disturbed_moves_nothing():
