@@ -125,24 +125,25 @@ class EnergyPrices:
     """`passes.cost_model.cost_terms.Prices` whose sum is the energy of a step: the µJ of one device (W · µs) in place of µs.
 
     A problem built from them minimizes energy, and a cost recomputed with them is one. All devices do the same: times their
-    number, it is the energy of the mesh.
+    number, it is the energy of the mesh. above_idle: only what devices draw besides their idle power.
     """
 
     algebra = NUMBERS
 
-    def __init__(self, times: Prices, mesh: Mesh):
+    def __init__(self, times: Prices, mesh: Mesh, above_idle: bool = False):
         self.times, self.mesh, self.power = times, mesh, Power.of(mesh.device)
+        self.left_out_w = self.power.idle_w if above_idle else 0.0
 
     @property
     def keyed(self) -> bool:
         return self.times.keyed
 
     def kernel(self, flops: float, nbytes: float, dtype: str, kind: str, key: str = "") -> float:
-        return self.times.kernel(flops, nbytes, dtype, kind, key) * self.power.kernel_w(kind)
+        return self.times.kernel(flops, nbytes, dtype, kind, key) * (self.power.kernel_w(kind) - self.left_out_w)
 
     def collective(self, kind: str, axis: int, nbytes: float) -> float:
         time_us = self.times.collective(kind, axis, nbytes)
-        return time_us * self.power.communication_w + 1e6 * link_j(kind, self.mesh.axes[axis], nbytes)
+        return time_us * (self.power.communication_w - self.left_out_w) + 1e6 * link_j(kind, self.mesh.axes[axis], nbytes)
 
     def update(self, elements: float, dtype: str) -> float:
-        return self.times.update(elements, dtype) * self.power.memory_w
+        return self.times.update(elements, dtype) * (self.power.memory_w - self.left_out_w)

@@ -14,7 +14,7 @@ from hpml_compiler.planner.graph.same_structure import Pins, SavedDecisions, dec
 from hpml_compiler.plans.from_decision.graph_record import SHORTENED, graph_plan
 from hpml_compiler.plans.peak_memory import copies_bytes
 from hpml_compiler.plans.plan_result import PlanResult
-from hpml_compiler.plans.schema import MeshAttempt
+from hpml_compiler.plans.schema import MeshAttempt, Objective
 from passes.annotations import drop, read
 from passes.cost_model.energy_model import capped_cluster
 from passes.cost_model.measured.mesh_prices import CachedMeasurements
@@ -30,6 +30,7 @@ from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
 from passes.sharding.search.mesh_placement import MeshPlacement
 from passes.sharding.search.mesh_search import SearchConfig, SearchTables
 from passes.sharding.search.placement_passes import SEARCH_RESULT
+from passes.sharding.search.search_objective import SearchObjective
 from passes.sharding.strategies.zero_levels import ZeroRules
 from passes.solver.solvers import SolverOptions
 from passes.solver.work_limit import WorkLimit
@@ -57,7 +58,7 @@ def plan_graph(
     as_in: SavedDecisions | None = None,
     quick: CachedMeasurements | None = None, lifetimes: MemoryModel = STEP_PEAK, budget_bytes: float | None = None,
     allowance: WorkLimit | None = None, memos: SearchTables | None = None,
-    inspect: Callable[[MeshPlacement, SolverOptions], None] | None = None,
+    inspect: Callable[[MeshPlacement, SolverOptions], None] | None = None, objective: SearchObjective | None = None,
 ) -> PlanResult:
     """Try every candidate mesh and keep the cheapest answer.
 
@@ -66,13 +67,14 @@ def plan_graph(
     the graph itself, whose decisions are reused, and raise an error where they do not fit. `quick`: quick profile to scale
     costs with, where there is no other profile. `lifetimes`: when bytes are counted; `budget_bytes`, `allowance`: replace the
     options' budget and time limit; `memos`: tables of earlier calls that differ in these three alone; `inspect`: sees the
-    answer with its problem. Raises Infeasible if no mesh meets the budget, with the smallest budget that any meets.
+    answer with its problem; `objective`: replaces the options'. Raises Infeasible if no mesh meets the budget, with the
+    smallest budget that any meets.
     """
     capped = capped_cluster(cluster, options.power_cap)
     if budget_bytes is None:
         budget_bytes = options.budget_bytes(capped.device.memory_bytes)
     conditions = SearchConfig(
-        capped, options.objective, budget_bytes, options.optimizer_states,
+        capped, objective or options.objective, budget_bytes, options.optimizer_states,
         measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
         solver=solver_options(options), zero=zero_of(options, _holds(given or options.load_plan())),
         rows=rows, weights=options.row_weights, shorter=shorter, further=further, lifetimes=lifetimes,
@@ -132,11 +134,11 @@ def _result(annotated: AnalyzedGraph, conditions: SearchConfig, name: str) -> Pl
     drop(SEARCH_RESULT, annotated.gm)  # the problem in it is large, and not needed any more
     record = graph_plan(
         annotated, answer.mesh, answer.placed, name=name, seconds={**annotated.seconds, "solve": answer.seconds},
-        shortened=conditions.shorter is not None, objective=conditions.objective, energy_j=answer.energy_j,
+        shortened=conditions.shorter is not None, objective=_reported(conditions), energy_j=answer.energy_j,
         prices=conditions.prices(answer.mesh))
     rejected = tuple(
         MeshAttempt(mesh=dict(zip(each.mesh.names, each.mesh.shape)), cost=each.cost, bound=each.bound,
-                    reason=each.reason, objective=conditions.objective)
+                    reason=each.reason, objective=_reported(conditions))
         for each in answer.rejected)
     return PlanResult(dict(zip(answer.mesh.names, answer.mesh.shape)), answer.placed.decision, record, rejected)
 
@@ -153,6 +155,10 @@ def _with_copies(planned: PlanResult, options: Options, cluster: Cluster) -> Pla
                                          options.redundancy, cluster.world_size))
     memory = record.memory.model_copy(update={"copies": copies, "peak": record.memory.peak + copies})
     return replace(planned, record=record.model_copy(update={"memory": memory}))
+
+
+def _reported(conditions: SearchConfig) -> Objective:
+    return "time" if conditions.objective == "time" else "energy"
 
 
 def _holds(given: Plan | None) -> bool:

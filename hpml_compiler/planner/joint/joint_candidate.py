@@ -78,6 +78,7 @@ class StageCost:
     compute_w: float = 0.0
     moved_w: float = 0.0
     least_uj: float = 0.0
+    placed_uj: float = 0.0
 
     @property
     def tensor(self) -> int:
@@ -86,7 +87,7 @@ class StageCost:
     def on(self, mesh: dict[str, int]) -> StageCost:
         """The same on the fewer ranks of one of several stages, each of which has more rows."""
         more = rows_over(self.mesh) / rows_over(mesh)
-        return replace(self, mesh=mesh, placed=False, overlapped=LeastOverlapped(), bound_us=0.0,
+        return replace(self, mesh=mesh, placed=False, overlapped=LeastOverlapped(), bound_us=0.0, placed_uj=0.0,
                        us=(self.us - self.parameter_us) * more + self.parameter_us,
                        state_bytes=self.state_bytes * splits_of(self.mesh) / splits_of(mesh),
                        saved_bytes=self.saved_bytes * more, largest_bytes=self.largest_bytes * more,
@@ -254,7 +255,7 @@ class JointCandidate:
     @property
     def least_above_idle_uj(self) -> float:
         """No placements of this configuration take less energy of a rank above that of an idle one, in µJ."""
-        return max(self.least.uj, self.cost.least_uj / self.stages)
+        return max(self.least.uj, self.cost.least_uj / self.stages, self.cost.placed_uj / self.stages)
 
     @cached_property
     def _gathered(self) -> bool:

@@ -85,16 +85,17 @@ class MeshCosts:
                                          "schedule": "auto", "virtual_stages": 1, "objective": "time"})
         part, bounds = within if limit is None else limit.part(within.seconds), list[tuple[LeastOverlapped, float, float]]()
         power = Power.of(capped_cluster(cluster, options.power_cap).device)
+        plan = partial(plan_graph, self.annotated, own, cluster, lifetimes=MemoryModel(0.0), budget_bytes=budget,
+                       allowance=part, quick=self.traces.quick, shorter=None if folded is None else folded.shorter,
+                       further=0 if folded is None else folded.further)
+        placed_uj = list[float]()
         try:
-            planned = plan_graph(self.annotated, own, cluster, lifetimes=MemoryModel(0.0), budget_bytes=budget,
-                                 memos=SearchTables(joints=self.joints),
-                                 allowance=part, quick=self.traces.quick,
-                                 shorter=None if folded is None else folded.shorter,
-                                 further=0 if folded is None else folded.further,
-                                 inspect=lambda placed, solver: bounds.append((
-                                     self._bounds(placed, solver, stages, part),
-                                     least_end_us(placed.problem, self._lists),
-                                     least_above_idle_uj(placed, power))))
+            planned = plan(memos=SearchTables(joints=self.joints), inspect=lambda placed, solver: bounds.append((
+                self._bounds(placed, solver, stages, part), least_end_us(placed.problem, self._lists),
+                least_above_idle_uj(placed, power))))
+            if options.objective == "energy":
+                plan(memos=SearchTables(joints=self.joints), objective="above_idle",
+                     inspect=lambda placed, _: placed_uj.append(placed.solution.bound or 0.0))
         except Infeasible as error:
             self.refusal = self.refusal or error
             return None
@@ -116,7 +117,8 @@ class MeshCosts:
             self._output_bytes() / math.prod(mesh.values()), parameter_us,
             record.predicted.compute_us, trained, layers_us, end_us, forward_us / layers_us if layers_us else 0.0,
             repeated_us, copy(3.0 * trained / mesh.get(TENSOR_AXIS, 1), prices), overlapped=overlapped,
-            compute_w=computed.mean_w(power), moved_w=moved.mean_w(power), least_uj=least_uj)
+            compute_w=computed.mean_w(power), moved_w=moved.mean_w(power), least_uj=least_uj,
+            placed_uj=sum(placed_uj))
 
     def _bounds(self, placed: MeshPlacement, solver: SolverOptions, stages: int, limit: WorkLimit) -> LeastOverlapped:
         beside = CONTENTION[self.cluster.device.kind] - 1.0

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from passes.batch_balance.row_counts import with_rows
 from passes.cost_model.measured.mesh_prices import CachedMeasurements, MeshPrices
@@ -22,7 +21,7 @@ from passes.sharding.formulation.problem_entities import Pin
 from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
 from passes.sharding.pricing.training_state import TrainingStateModel
 from passes.sharding.search.mesh_placement import MeshPlacement, solve_on_mesh
-from passes.sharding.search.search_objective import minimized_first, priced_in_time
+from passes.sharding.search.search_objective import SearchObjective, minimized_first, priced_in_time
 from passes.sharding.strategies.group_strategies import GroupStrategyCache
 from passes.sharding.strategies.zero_levels import ZeroRules
 from passes.solver.solvers import SolverOptions
@@ -59,7 +58,7 @@ class SearchConfig:
     """
 
     cluster: Cluster
-    objective: Literal["time", "energy"] = "time"
+    objective: SearchObjective = "time"
     budget_bytes: float | None = None
     optimizer_states: int = 2
     zero: ZeroRules = ZeroRules()
