@@ -119,19 +119,19 @@ def gpt_1008b():
 
 def gpt_22b():
     """22B: 8-way tensor parallel."""
-    return gpt(6144, 48, 64, batch=4)
+    return gpt(6144, 48, 64, batch=4, dropout=0.1)
 
 
 def gpt_175b():
     """175B: 8-way tensor, 8-way pipeline."""
-    return gpt(12288, 96, 96, batch=64)
+    return gpt(12288, 96, 96, batch=64, dropout=0.1)
 
 
 def gpt_530b():
     """530B: 8-way tensor, 35-way pipeline."""
-    return gpt(20480, 105, 128, batch=280)
+    return gpt(20480, 105, 128, batch=280, dropout=0.1)
 
 
 def gpt_1t():
     """1T: 8-way tensor, 64-way pipeline."""
-    return gpt(25600, 128, 160, batch=512)
+    return gpt(25600, 128, 160, batch=512, dropout=0.1)
