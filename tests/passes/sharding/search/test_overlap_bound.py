@@ -70,7 +70,7 @@ def test_no_placements_compute_with_less_energy(graph, prices):
     assert isinstance(answer, MeshPlacement)
     power = Power(arithmetic_w=400.0, memory_w=260.0, communication_w=150.0, idle_w=50.0)
     bound = least_above_idle_uj(answer, power)
-    assert bound > 0.0
+    assert bound > 0.0 or not any(op.flops for op in graph.operations)
     for share in (0.0, 1.0, 5.0):
         step = step_of(answer, prices, OverlapShares(share, share))
         spent = sum(each.us * ((power.kernel_w(each.kernel) if each.kernel else power.communication_w) - power.idle_w)
