@@ -2,14 +2,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from hpml_compiler.options import Options
-from hpml_compiler.planner.joint.open_decisions import TENSOR_AXIS, WITHOUT_STAGES, OpenSchedule, rows_over, splits_of
+from hpml_compiler.planner.joint.open_decisions import WITHOUT_STAGES, OpenSchedule, splits_of
+from hpml_compiler.planner.joint.stage_cost import LeastWork, StageCost
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS
-from passes.checkpointing.recompute_frontier import SavedChoice, least_recompute_us
+from passes.checkpointing.recompute_frontier import least_recompute_us
 from passes.pipeline.least_step import (
     least_even_us,
     least_interleaved_us,
@@ -23,6 +24,8 @@ KEPT_OF_ALL = 0.1
 """Rough part of the saved bytes that remains where layers save little more than their inputs."""
 LARGEST = 3.0
 """Values as large as the largest that are in memory at its peak, such as logits, their softmax and their gradient."""
+MANY_PARTS = 5000
+"""Runs of all stages for all microbatches, from which schedules other than 1F1B take long to plan."""
 ROOM = 0.9
 """Part of a device's memory that an estimate may fill."""
 IN_LOOP = 3.0
@@ -32,91 +35,6 @@ FORWARD = 1 / 3
 """Part of a step that recomputing everything takes again."""
 STEEP = 5
 """Power of the part that is not saved by which recomputed time grows: what is cheap to recompute is recomputed first."""
-
-
-@dataclass(frozen=True)
-class LeastOverlapped:
-    """Bounds of a rank's work over all placements on a stage mesh whose ranks run the full graph on the whole batch, where
-    communication that computation can hide only slows it down; 0: unknown. us: with all communication of parameters after the
-    last microbatch, where there are stages. inside_us: without that, and without the optimizer. layer_us: of one repeated
-    layer, likewise. recomputing_us: beside what is recomputed, where there are no stages."""
-
-    us: float = 0.0
-    inside_us: float = 0.0
-    layer_us: float = 0.0
-    recomputing_us: float = 0.0
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """A stage mesh as if its ranks ran the full graph on the whole batch and saved everything. us: of the answer, of which
-    parameter_us is communication of parameters and gradients, repeated_us the same with gathers in forward and again in
-    backward, and compute_us computation, of which layers_us is that of the repeated layers, with the part forward_share in
-    forward, and end_us the least after the last layer, up to its backward; bound_us: no placements on this mesh take less.
-    state_bytes: parameters, gradients and optimizer state, sharded over all ranks but replicas; saved_bytes: all
-    activations that backward reads; largest_bytes: of the largest value; output_bytes: a rank's part of the outputs besides
-    the loss, which a loop collects; parameter_bytes: of all parameters, unsharded; accumulate_us: to add one microbatch's
-    gradients of these. placed: False for an estimate from another mesh. overlapped: of placements on this mesh."""
-
-    mesh: dict[str, int]
-    us: float
-    bound_us: float
-    state_bytes: float
-    saved_bytes: float
-    largest_bytes: float
-    output_bytes: float
-    parameter_us: float = 0.0
-    compute_us: float = 0.0
-    parameter_bytes: float = 0.0
-    layers_us: float = 0.0
-    end_us: float = 0.0
-    forward_share: float = 0.0
-    repeated_us: float = 0.0
-    accumulate_us: float = 0.0
-    placed: bool = True
-    overlapped: LeastOverlapped = LeastOverlapped()
-    compute_w: float = 0.0
-    moved_w: float = 0.0
-    least_uj: float = 0.0
-    placed_uj: float = 0.0
-
-    @property
-    def tensor(self) -> int:
-        return self.mesh.get(TENSOR_AXIS, 1)
-
-    def on(self, mesh: dict[str, int]) -> StageCost:
-        """The same on the fewer ranks of one of several stages, each of which has more rows."""
-        more = rows_over(self.mesh) / rows_over(mesh)
-        return replace(self, mesh=mesh, placed=False, overlapped=LeastOverlapped(), bound_us=0.0, placed_uj=0.0,
-                       us=(self.us - self.parameter_us) * more + self.parameter_us,
-                       state_bytes=self.state_bytes * splits_of(self.mesh) / splits_of(mesh),
-                       saved_bytes=self.saved_bytes * more, largest_bytes=self.largest_bytes * more,
-                       output_bytes=self.output_bytes * more, compute_us=self.compute_us * more,
-                       layers_us=self.layers_us * more, end_us=self.end_us * more, least_uj=self.least_uj * more)
-
-
-@dataclass(frozen=True)
-class LeastWork:
-    """The least computation of a step, on any mesh, if it were spread evenly over all ranks. us: of a rank, of which layers_us
-    is in repeated layers, of which forward is the part forward_share, and end_us after the last one; layers: their number, 0
-    where they differ. saved: what one of them, unsharded and with the whole batch, may save, and recomputes then; (): unknown.
-    uj: its energy above that of an idle device."""
-
-    us: float = 0.0
-    layers_us: float = 0.0
-    end_us: float = 0.0
-    forward_share: float = 0.0
-    layers: int = 0
-    saved: tuple[SavedChoice, ...] = ()
-    uj: float = 0.0
-
-    def with_another(self, cost: StageCost, stages: int) -> LeastWork:
-        """The least of these and one more mesh, of a stage of so many."""
-        share = min(self.forward_share, cost.forward_share) if self.us else cost.forward_share
-        return replace(self, us=min(self.us or math.inf, cost.compute_us / stages), forward_share=share,
-                       layers_us=min(self.layers_us if self.us else math.inf, cost.layers_us / stages),
-                       end_us=min(self.end_us if self.us else math.inf, cost.end_us / stages),
-                       uj=min(self.uj if self.us else math.inf, cost.least_uj / stages))
 
 
 @dataclass(frozen=True)
@@ -233,6 +151,17 @@ class JointCandidate:
     def may_fit(self) -> bool:
         return self.bytes_with(KEPT_OF_ALL) <= ROOM * self.limit
 
+    @property
+    def recomputes(self) -> bool:
+        """True if not all that backward reads fits."""
+        return self.bytes_with(1.0, self._gathered) > ROOM * self.limit
+
+    @property
+    def takes_long(self) -> bool:
+        """True if planning this takes several times as long as 1F1B: other schedules that recompute, or have many parts."""
+        parts = self.stages * self.schedule.virtual_stages * self.microbatches
+        return self.stages > 1 and self.schedule.bubble < 1.0 and (self.recomputes or parts > MANY_PARTS)
+
     @cached_property
     def us(self) -> float:
         """Estimated time, in which everything that does not fit is recomputed, and where unsharded parameters do not fit, they
@@ -266,7 +195,8 @@ class JointCandidate:
         again = min(max((most - ROOM * self.limit) / (most - least), 0.0), 1.0) if most > least and not saved else 0.0
         bubble = self.schedule.bubble * (self.stages - 1) / self.microbatches
         work_us = (self.cost.us - self.cost.parameter_us) * (self._uneven + bubble) * (1.0 + FORWARD * again ** STEEP)
-        work_us += (self.microbatches - 1) * self.cost.accumulate_us if gathered else 0.0
+        accumulate_us = self.cost.accumulate_us / (1 if gathered else splits_of(self.cost.mesh) / self.cost.tensor)
+        work_us += (self.microbatches - 1) * accumulate_us
         moved_us = self._parameter_us(gathered)
         return (max(work_us, moved_us) + (self.contention - 1.0) * min(work_us, moved_us)) / self.stages
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field, replace
 
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
-from hpml_compiler.planner.joint.joint_candidate import KEPT_OF_ALL, JointCandidate, StageCost
+from hpml_compiler.planner.joint.joint_candidate import KEPT_OF_ALL, JointCandidate
 from hpml_compiler.planner.joint.joint_objective import FoundPlan, JointObjective
 from hpml_compiler.planner.joint.mesh_costs import MeshCosts
 from hpml_compiler.planner.joint.open_decisions import OpenDecisions
 from hpml_compiler.planner.joint.search_refusal import SearchRefusal
+from hpml_compiler.planner.joint.stage_cost import StageCost
 from hpml_compiler.planner.offline_planner import plan_candidate
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
@@ -39,16 +40,18 @@ from passes.solver.work_limit import WorkLimit
 log = logging.getLogger("hpml")
 OF_ONE = 0.5
 """Part of the work limit for planning one configuration."""
+LEFT = 0.1
+"""Part of the work limit that has to be left for planning another configuration where one fits: all of it for slow ones."""
 MOST_UNLIKELY = 3
 """Configurations that are planned although their estimate does not fit."""
 MOST_PLANNED = 4
 """Configurations that are planned after the first one that fits."""
 LATER = 0.05
-"""Part that is added to the estimate of a loop over microbatches, and once more for stages, where these wait for others to be
-planned: they take several times as long to plan."""
+"""Part that is added to the estimate of a loop over microbatches, once more for stages, and twice for a whole batch that
+recomputes, where these wait for others to be planned: they take several times as long to plan."""
 MOST_OFF = 1.15
-"""Ratio of a simulated step to its estimate up to which others of its family are expected to take as much longer. Above it, the
-plan is an exception, such as one that repeats gathers for lack of memory."""
+"""Ratio of a simulated step to its estimate up to which other schedules on its mesh are expected to take as much longer. Above
+it, the plan is an exception, such as one that repeats gathers for lack of memory."""
 FOR_BOUNDS = 0.75
 """Multiple of the work limit for placements that only raise the bound."""
 AGAIN, MOST_AGAIN = 2.0, 3
@@ -102,26 +105,12 @@ class JointSearch:
         """The fastest plan that was found. proves: raise the bound in the end, which a run does not show. Raises Infeasible."""
         candidates = self.candidates()
         self.allowance = WorkLimit(self.allowance.seconds)  # its CPU time begins now
-        self._plan_all([each for each in candidates if self._is_plain(each)])
+        self._plan_all(candidates)
         if self.best is None:
             raise self._refused()
-        others, chosen = [each for each in candidates if not self._is_plain(each)], self.best.candidate
-        alike = [each for each in others if (each.mesh, each.microbatches) == (chosen.mesh, chosen.microbatches)]
-        if self.allowance.left_s >= OF_ONE * self.allowance.seconds:
-            self._plan_all(alike)
-        else:
-            self.unplanned += len(alike)
-            for candidate in alike:
-                self._skip(candidate, "time_limit left too little for another schedule")
-        for candidate in (each for each in others if each not in alike):
-            self._skip(candidate, "another mesh or number of microbatches was the fastest with 1F1B")
         if proves:
             self._raise_bounds()
         return self._reported(self.best)
-
-    def _is_plain(self, candidate: JointCandidate) -> bool:
-        """True with the first open schedule: others are planned for the best of these."""
-        return candidate.schedule == self.decisions.schedules(candidate.stages, candidate.microbatches)[0]
 
     def candidates(self) -> list[JointCandidate]:
         """All configurations, in the order of their estimates."""
@@ -129,13 +118,14 @@ class JointSearch:
         self.considered += found
         return found
 
-    def _order(self, candidate: JointCandidate) -> tuple[bool, float]:
-        return not candidate.may_fit, self._expected(candidate) * (1 + LATER * (candidate.in_loop + (candidate.stages > 1)))
+    def _order(self, candidate: JointCandidate) -> tuple[bool, bool, float]:
+        slow = candidate.in_loop + (candidate.stages > 1) if candidate.in_loop else 2 * candidate.recomputes
+        return not candidate.may_fit, candidate.takes_long, self._expected(candidate) * (1 + LATER * slow)
 
     def _expected(self, candidate: JointCandidate) -> float:
-        """The estimated cost, corrected by what a plan on the same mesh took, or else one of the same family."""
-        mesh, family = _likeness(candidate)
-        us = max(candidate.us * self.ratios.get(mesh, self.ratios.get(family, 1.0)), candidate.bound_us)
+        """The estimated cost, corrected by what a plan on the same mesh took."""
+        ratio = next((self.ratios[key] for key in _likeness(candidate) if key in self.ratios), 1.0)
+        us = max(candidate.us * ratio, candidate.bound_us)
         return max(self.objective.expected(candidate, us), self.objective.bound(candidate))
 
     def _plan_all(self, candidates: Iterable[JointCandidate]) -> None:
@@ -146,7 +136,8 @@ class JointSearch:
                 self._skip(candidate, f"its state takes at least {format_bytes(candidate.least_bytes)}")
             elif self._expected(candidate) >= (self.below if best is None else best.cost):
                 self._skip(candidate, "its estimate is above the best plan")
-            elif best is not None and self.allowance.is_over or self.allowance.left_s < -self.allowance.seconds:
+            elif self.allowance.left_s < self.allowance.seconds * (
+                    -1.0 if best is None else 1.0 if candidate.takes_long else LEFT):
                 self.unplanned += 1
                 self._skip(candidate, "time_limit was over before it was planned")
             elif candidate.bytes_with(KEPT_OF_ALL) >= self.refused.get(tuple(candidate.mesh.items()), math.inf):
@@ -194,11 +185,11 @@ class JointSearch:
         log.info("%s on the mesh %s: %s a step, %s", candidate, candidate.mesh, self.objective.format(cost),
                  format_bytes(plan.memory.peak))
         self.found.append(FoundPlan(us, cost, plan, candidate))
-        mesh, family = _likeness(candidate)
+        alike, *others = _likeness(candidate)
         saved_us = us - sum(graph.predicted.again_us for graph in plan.graphs)
-        self.ratios[mesh] = saved_us / candidate.saved_us if candidate.saved_us else 1.0
+        self.ratios[alike] = saved_us / candidate.saved_us if candidate.saved_us else 1.0
         ratio = us / candidate.us if candidate.us else 1.0
-        if ratio <= MOST_OFF:
+        for family in others if ratio <= MOST_OFF else ():
             self.ratios[family] = min(ratio, self.ratios.get(family, math.inf))
 
     def _refuse(self, candidate: JointCandidate, reason: str, cut_short: bool, for_bytes: bool = True) -> None:
@@ -291,8 +282,8 @@ class JointSearch:
             self.decisions.mixed if self.decisions.microbatches_are_open else ()).error()
 
 
-def _likeness(candidate: JointCandidate) -> tuple[Hashable, Hashable]:
-    """Keys of configurations whose estimates are off by about the same factor: with stages, or only in a loop, or neither; and
-    on the same mesh."""
-    family = candidate.stages > 1, candidate.in_loop
-    return (*candidate.mesh.items(), family), family
+def _likeness(candidate: JointCandidate) -> tuple[Hashable, ...]:
+    """Keys of configurations whose estimates are off by about the same factor, the most alike first: on the same mesh with
+    stages, or only in a loop, or neither; with the same schedule, or any."""
+    family = (*candidate.mesh.items(), candidate.stages > 1, candidate.in_loop)
+    return (family, candidate.schedule), family

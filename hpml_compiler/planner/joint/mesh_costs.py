@@ -7,8 +7,8 @@ from functools import partial
 
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.graph_planning import plan_graph
-from hpml_compiler.planner.joint.joint_candidate import LeastOverlapped, LeastWork, StageCost
 from hpml_compiler.planner.joint.open_decisions import DATA_AXIS, TENSOR_AXIS, splits_of
+from hpml_compiler.planner.joint.stage_cost import LeastOverlapped, LeastWork, StageCost
 from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.traced_model import TracedModel
@@ -58,15 +58,25 @@ class MeshCosts:
         """Costs on these numbers of stages and meshes of a stage. The first mesh of each tensor axis is placed, and that of the
         fewest ranks with the smallest one, whose kernels are the largest; all others follow from the former."""
         meshes = [*meshes]
-        found, of_tensor = list[tuple[int, StageCost]](), dict[int, StageCost]()
+        found, of_tensor, from_us = list[tuple[int, StageCost]](), dict[int, StageCost](), dict[int, float]()
         largest = min(meshes, key=lambda each: (-each[0], each[1].get(TENSOR_AXIS, 1)), default=None)
         for stages, mesh in meshes:
             known = None if (stages, mesh) == largest else of_tensor.get(mesh.get(TENSOR_AXIS, 1))
-            cost = self.exact(stages, mesh) if known is None else known.on(mesh)
+            moved_us = self._moved_us(stages, mesh)
+            cost = self.exact(stages, mesh) if known is None else known.on(
+                mesh, moved_us / from_us[known.tensor] if from_us[known.tensor] else 1.0)
+            if cost is not None and cost.tensor not in of_tensor:
+                of_tensor[cost.tensor], from_us[cost.tensor] = cost, moved_us
             if cost is not None:
-                of_tensor.setdefault(cost.tensor, cost)
                 found.append((stages, cost))
         return found
+
+    def _moved_us(self, stages: int, mesh: dict[str, int]) -> float:
+        """Time to gather all parameters over the ranks of a stage that rows are split over, and to reduce their gradients."""
+        prices = MeshPrices(mesh_from_pin(mesh, cluster_of_stage(self.cluster, stages)), self.traces.options.optimizer_states)
+        nbytes = sum(self.traces.trained.values()) / mesh.get(TENSOR_AXIS, 1)
+        return sum(prices.collective(kind, axis, nbytes) for axis, name in enumerate(prices.mesh.names) if name == DATA_AXIS
+                   for kind in ("all_gather", "reduce_scatter"))
 
     def least(self, costs: list[tuple[int, StageCost]]) -> LeastWork:
         """The least over all meshes."""

@@ -29,7 +29,8 @@ class OpenSchedule(NamedTuple):
     in_flight: float = 1.0
 
 
-OPEN_SCHEDULES = (OpenSchedule("1f1b"), OpenSchedule("interleaved", 2, 0.5, 1.5), OpenSchedule("zero_bubble", 1, 0.4, 1.1))
+OPEN_SCHEDULES = (OpenSchedule("1f1b"), OpenSchedule("interleaved", 2, 0.5, 1.5), OpenSchedule("zero_bubble", 1, 0.4, 1.1),
+                  OpenSchedule("zbv", 2, 0.2))
 LEAST_VIRTUAL = {"interleaved": 2, "zbv": 2}
 """Fewest stages of a rank, by schedule: 1 for others."""
 WITHOUT_STAGES, LOSS_OUTSIDE = OpenSchedule("1f1b"), OpenSchedule("gpipe")

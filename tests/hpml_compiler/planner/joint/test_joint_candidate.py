@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hpml_compiler.planner.joint.joint_candidate import JointCandidate, LeastWork, StageCost
+from hpml_compiler.planner.joint.joint_candidate import JointCandidate
 from hpml_compiler.planner.joint.open_decisions import OPEN_SCHEDULES, WITHOUT_STAGES
+from hpml_compiler.planner.joint.stage_cost import LeastWork, StageCost
 from passes.checkpointing.recompute_frontier import SavedChoice
 from passes.pipeline.microbatches_in_flight import moments_of
 from passes.pipeline.pipeline_schedule import make_schedule

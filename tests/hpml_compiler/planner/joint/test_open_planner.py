@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 import hpml_compiler
 from hpml_compiler.options import Options
-from hpml_compiler.planner.joint.joint_candidate import JointCandidate, LeastWork, StageCost
+from hpml_compiler.planner.joint.joint_candidate import JointCandidate
 from hpml_compiler.planner.joint.open_decisions import OPEN_SCHEDULES, OpenDecisions, OpenSchedule
+from hpml_compiler.planner.joint.stage_cost import LeastWork, StageCost
 from hpml_compiler.simulate.simulator import simulate
 from passes.errors import Infeasible
 from passes.hardware.cluster import Cluster
@@ -182,7 +183,8 @@ def test_schedules_that_are_open():
         decisions = OpenDecisions(Options.parse(options), Cluster.parse("2x4:a100-80g"), 8, at_once=at_once)
         return [each.name for each in decisions.schedules(stages, microbatches)]
 
-    assert of() == ["1f1b", "interleaved", "zero_bubble"] and of(stages=4, microbatches=6) == ["1f1b", "zero_bubble"]
+    assert of() == ["1f1b", "interleaved", "zero_bubble", "zbv"] and of(stages=4, microbatches=6) == [
+        "1f1b", "zero_bubble", "zbv"]
     assert of(at_once=False) == ["gpipe"] and len(of(stages=1)) == 1
     decisions = OpenDecisions(Options.parse({}), Cluster.parse("2x4:a100-80g"), 8)
     assert [each.name for each in decisions.schedules(4, 8, layers=6)] == ["1f1b", "zero_bubble"], "each stage has a layer"
@@ -218,10 +220,13 @@ def test_more_microbatches_take_fewer_bytes_and_stages_a_bubble():
     assert cost.placed and not own.placed and own.output_bytes == 10.0 and own.bound_us == 0.0
     one, four = JointCandidate(1, cost, 1, 500.0), JointCandidate(1, cost, 4, 500.0)
     assert four.bytes_with(1.0) < one.bytes_with(1.0) and four.us < one.us, "which recomputes more"
-    plain, virtual, split = (JointCandidate(2, own, 4, 500.0, each, LeastWork(60.0)) for each in OPEN_SCHEDULES)
+    plain, virtual, split, back = (JointCandidate(2, own, 4, 500.0, each, LeastWork(60.0)) for each in OPEN_SCHEDULES)
     assert plain.mesh == {"pp": 2, "dp": 2} and str(plain) == "2 stages in 4 microbatches (1f1b)"
     assert split.bound_us == 60.0 < virtual.bound_us < plain.bound_us <= plain.us and split.us < plain.us
+    assert back.us < split.us and back.recomputes and not replace(back, limit=5000.0).recomputes
     assert str(one) == "the whole batch at once"
+    near = cost.on({"dp": 2}, farther=0.5)
+    assert (near.us, near.parameter_us) == (170.0, 10.0), "within a node, parameters move in half of the time"
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (2, 8), (4, 4), (4, 16)])
