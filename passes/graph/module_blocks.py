@@ -6,7 +6,7 @@ it. The values that cross between blocks are in `passes.pipeline.find_blocks`.
 A block is the outermost entry of the module stack whose path ends in a list index and whose module has submodules
 (a decoder layer; not a bare Linear in a Sequential, which is one step of a chain and not a repetition). A backward
 node belongs to the block of the forward node with its `seq_nr`; a node without one, such as a sum of gradients, to
-the block of its last summand.
+the block of its last summand, or of the last forward value where it reads no others, as the backward of `x /= y` does.
 """
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def _assign(gm: GraphModule, of_forward: Callable[[Node], str]) -> dict[Node, st
         # No `seq_nr`, or that of a forward node that is gone (a view that was cloned for each reader).
         if is_backward(node) and number not in by_sequence:
             # The last summand: the others may have passed through many blocks (a residual stream).
-            summands = [x for x in node.all_input_nodes if is_backward(x) and blocks.get(x)]
+            placed = [x for x in node.all_input_nodes if blocks.get(x)]
+            summands = [x for x in placed if is_backward(x)] or placed
             own = blocks[max(summands, key=order.__getitem__)] if summands else ""
         if node.op == "call_function" and not _TRACED.intersection(node.meta):  # a compiler's pattern made it
             operands = [x for x in node.all_input_nodes if blocks.get(x)]

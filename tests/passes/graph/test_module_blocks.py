@@ -132,3 +132,15 @@ def test_every_heavy_operation_of_a_real_model_is_in_its_layer():
     assert all(op.block for op in graph.operations if op.heavy)
     views = [op for op in graph.operations if op.kind == "view" and op.phase == BACKWARD]
     assert all(op.block for op in views if "permute" in op.target)
+
+
+def test_backward_of_a_division_in_place_is_in_its_block():
+    """It reads forward values alone, and its forward call is gone."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    one, two = (node(graph, x, stack=[(f"L['self'].layers[{k}]", Layer)], number=k) for k in range(2))
+    quotient = node(graph, two, one, number=7, backward=True)
+    again = node(graph, quotient, two, number=7, backward=True)
+    graph.output(again)
+    blocks = assign_blocks(fx.GraphModule(nn.Module(), graph))
+    assert [blocks[each] for each in (one, two, quotient, again)] == ["layers.0", "layers.1", "layers.1", "layers.1"]
