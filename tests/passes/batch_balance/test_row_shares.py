@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from passes.batch_balance.row_shares import best_shares, step_us
 from passes.errors import BadInput
 
-TIMES = st.one_of(st.just(math.inf), st.integers(0, 40).map(float), st.floats(0.0, 100.0))
+TIMES = st.one_of(st.just(math.inf), st.integers(0, 40).map(float), st.floats(1e-3, 100.0))
 
 
 @st.composite
