@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.memory_records import PARTS, Peak
-from hpml_compiler.plans.schema import GraphPlan, ParameterPlan
+from hpml_compiler.plans.schema import GraphPlan, OperationPlan, ParameterPlan
+from passes.op_rules.dim_texts import BATCH_ROLE, parse_dims
 
 VERSIONS = 2
 """Copies of two steps are kept: that of one until all ranks have that of the next."""
@@ -147,12 +148,20 @@ def copies_bytes(parameters: Iterable[ParameterPlan], states: float, redundancy:
 
 
 def fixed_values(graph: GraphPlan) -> frozenset[str]:
-    """Values whose size does not depend on the rows: parameters, and results of forward that depend on parameters only."""
-    found = set(graph.parameters)
+    """Values whose size does not depend on the rows: parameters, and results of forward that depend on parameters only. Random
+    numbers depend on no rows, but have some: with microbatches, what is not once in a step or repeated for parameters does;
+    else what has a dim of the batch."""
+    said, found = graph.microbatches, set(graph.parameters)
+    whole = None if said is None else {*said.before, *said.repeated, *said.whole}
     for name, operation in graph.operations.items():
-        if not operation.backward and all(source in found for source in operation.sources):
+        if not operation.backward and all(source in found for source in operation.sources) and (
+                name in whole if whole is not None else not _has_batch_dim(operation)):
             found.add(name)
     return frozenset(found)
+
+
+def _has_batch_dim(operation: OperationPlan) -> bool:
+    return any(role == BATCH_ROLE for made in operation.dims for dim in parse_dims(made) for _, role in dim)
 
 
 def _bytes(parameters: Iterable[ParameterPlan]) -> int:

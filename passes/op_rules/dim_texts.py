@@ -8,6 +8,7 @@ from passes.op_rules.base import Factors
 
 Roles = tuple[tuple[str, ...], ...]
 """Role of each factor of each dim; "" where it has none."""
+BATCH_ROLE = "batch"
 
 
 def format_dims(shape: Sequence[int], factors: Factors, roles: Roles) -> str:

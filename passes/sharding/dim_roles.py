@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from passes.graph.placement_graph import Operation, PlacementGraph
 from passes.graph.step_phase import FORWARD
 from passes.op_rules.base import Factors, Letter, Rule, letter_segments
-from passes.op_rules.dim_texts import Roles, format_dims
+from passes.op_rules.dim_texts import BATCH_ROLE, Roles, format_dims
 
 Place = tuple[int, int, int]
 """(value, dim, factor)"""
@@ -21,7 +21,7 @@ Known = dict[Hashable, dict[tuple[Letter, int], list[tuple[int, int, int]]]]
 """Places of a rule's letters, kept for equal calls."""
 MATRICES = "matrices"
 """Role of the letter that numbers the pairs of matrices of one product: experts where weights are among them, else heads."""
-ORDER = ("batch", "experts", "heads", "vocabulary", "sequence", "classes", "channels", "features")
+ORDER = (BATCH_ROLE, "experts", "heads", "vocabulary", "sequence", "classes", "channels", "features")
 """The role of dims that have several is the first of them."""
 OF_WEIGHTS = frozenset(("experts", "heads", "vocabulary", "classes"))
 """Roles that say more of a weight's dim than rows and columns."""

@@ -1,9 +1,14 @@
 """Memory of a step's graphs -> a device's peak, by part."""
 from __future__ import annotations
 
+import pytest
+import torch
+from torch import nn
+
+import hpml_compiler
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan, PeakRecord, RecomputedCall, SavedValue
-from hpml_compiler.plans.peak_memory import counted_peak
+from hpml_compiler.plans.peak_memory import counted_peak, fixed_values
 from hpml_compiler.plans.schema import GraphPlan
 from tests.helpers.plans import gpt_graph, gpt_plan
 
@@ -20,6 +25,29 @@ def with_kept(graph: GraphPlan, forward: dict[str, int], backward: dict[str, int
 def state(graph: GraphPlan) -> int:
     stored = sum(each.bytes_per_device for each in graph.parameters.values())
     return max(stored, graph.memory.parameters) + graph.memory.optimizer
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.down(nn.functional.dropout(self.up(x), 0.1)).square().mean()
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_random_numbers_have_rows(microbatches):
+    plan = hpml_compiler.plan(Dropped(), (torch.zeros(64, 64),), cluster="1x2:a100-80g", mesh={"dp": 2},
+                              microbatches=microbatches)
+    (graph,) = plan.graphs
+    fixed = fixed_values(graph)
+    masks = {name for name, each in graph.operations.items() if each.op == "hpml.random_at.default"}
+    masks |= {name for name, each in graph.operations.items() if masks.intersection(each.sources)}
+    assert len(masks) >= 2 and masks.isdisjoint(fixed)
+    weights = {name for name, each in graph.operations.items() if {*each.sources} & {"up.weight", "down.weight"}
+               and len(each.sources) == 1 and not each.backward}
+    assert weights and weights <= fixed
 
 
 def test_one_graph_is_fullest_where_it_holds_most():
