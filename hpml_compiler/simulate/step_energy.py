@@ -21,13 +21,13 @@ class Activity:
 
     @staticmethod
     def of_entries(entries: Iterable[ProgramEntry]) -> Activity:
-        """Of tasks, without the optimizer's."""
+        """Activity of tasks, without the optimizer's."""
         own = [each for each in entries if each.kind != OPTIMIZER]
         return _added(((each.kernel, each.us) for each in own), sum(each.link_j for each in own))
 
     @staticmethod
     def of_runs(calls: Iterable[tuple[float, StepCall]], hops: Iterable[tuple[float, TransferHop]]) -> Activity:
-        """Of calls and collectives, each with its number of runs."""
+        """Activity of calls and collectives, each with its number of runs."""
         hops = [*hops]
         return _added([*((call.kernel, runs * call.us) for runs, call in calls), *(("", runs * hop.us) for runs, hop in hops)],
                       sum(runs * hop.link_j for runs, hop in hops))

@@ -41,7 +41,7 @@ class MovableWork(ABC):
 
     @abstractmethod
     def words(self, move: Any) -> str:
-        """What moves, for the log."""
+        """Description of a move, for the log."""
 
     def obstacle(self, args: Sequence[Any]) -> str:
         """The reason why work cannot move, the same on all ranks; "" if it can. args: of the next call."""

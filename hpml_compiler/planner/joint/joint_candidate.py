@@ -184,7 +184,8 @@ class JointCandidate:
     @property
     def least_above_idle_uj(self) -> float:
         """No placements of this configuration take less energy of a rank above that of an idle one, in µJ."""
-        return max(self.least.uj, self.cost.least_uj / self.stages, self.cost.placed_uj / self.stages)
+        own_uj = max(self.cost.least_uj, self.cost.placed_uj) if self.cost.placed else 0.0  # else an estimate
+        return max(self.least.uj, own_uj / self.stages)
 
     @cached_property
     def _gathered(self) -> bool:

@@ -30,7 +30,9 @@ class StageCost:
     state_bytes: parameters, gradients and optimizer state, sharded over all ranks but replicas; saved_bytes: all
     activations that backward reads; largest_bytes: of the largest value; output_bytes: a rank's part of the outputs besides
     the loss, which a loop collects; parameter_bytes: of all parameters, unsharded; accumulate_us: to add one microbatch's
-    gradients of these. placed: False for an estimate from another mesh. overlapped: of placements on this mesh."""
+    gradients of these. placed: False for an estimate from another mesh. overlapped: of placements on this mesh. compute_w,
+    moved_w: mean power, above that of idle devices, of computation and of communication with its links; least_uj: no
+    placements on this mesh compute with less energy above idle, and placed_uj: compute and communicate; 0: unknown."""
 
     mesh: dict[str, int]
     us: float

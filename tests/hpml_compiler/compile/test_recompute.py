@@ -103,7 +103,7 @@ def test_blocks_save_or_recompute_as_pinned(microbatches):
 
 @pytest.mark.parametrize("mode, saved", [("none", [1, 8, 8] * 3), ("selective", []), ("full", [])])
 def test_inductors_masks_are_drawn_again_from_their_seeds(mode, saved):
-    """Of each layer, a mask, and the weights before and behind it, or nothing; in bytes per element."""
+    """Saved values of each layer: a mask, and the weights before and behind it, in bytes per element; or nothing."""
     kept = hpml_compiler.plan(model(), batch(), cluster="1x1:cpu", recompute=mode).graphs[0].kept
     scores = ROWS * HEADS * LENGTH**2
     assert sorted(value.bytes / scores for value in kept.saved.values() if value.bytes in (scores, 8 * scores) and value.block

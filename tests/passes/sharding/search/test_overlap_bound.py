@@ -32,7 +32,7 @@ from tests.passes.sharding.random_graphs import graphs
 
 AXES = axes_of(2, 2)
 TOLERANCE = 1e-5
-"""Of HiGHS: a bound was 6e-6 above the least cost."""
+"""Relative tolerance of HiGHS: a bound was 6e-6 above the least cost."""
 EVEN = Prices(latency=(30.0, 30.0), us_per_flop=1.0)
 
 
