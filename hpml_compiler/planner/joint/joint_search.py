@@ -102,8 +102,11 @@ class JointSearch:
         return min(self.found, key=lambda each: each.cost, default=None)
 
     def run(self, proves: bool = False) -> Plan:
-        """The fastest plan that was found. proves: raise the bound in the end, which a run does not show. Raises Infeasible."""
+        """The fastest plan that was found. proves: raise the bound in the end, which a run does not show. Raises Infeasible,
+        and DepthsDiffer where a few layers do not represent the model on any mesh."""
         candidates = self.candidates()
+        if not candidates and self.of_meshes.differs is not None:
+            raise self.of_meshes.differs
         self.allowance = WorkLimit(self.allowance.seconds)  # its CPU time begins now
         self._plan_all(candidates)
         if self.best is None:

@@ -46,13 +46,15 @@ LATER = 0.25
 
 class MeshCosts:
     """annotated: the whole batch at once, of a few layers if `folded` says how many more there are. cluster: of all stages.
-    seconds: time limit of the search. refusal: why there are no placements on the first mesh that has none."""
+    seconds: time limit of the search. refusal: why there are no placements on the first mesh that has none. differs: why a few
+    layers do not represent the model on the last mesh where that is so."""
 
     def __init__(self, traces: TracedModel, annotated: AnalyzedGraph, folded: FewLayerTrace | None, cluster: Cluster,
                  seconds: float):
         self.traces, self.annotated, self.folded, self.cluster, self.seconds = traces, annotated, folded, cluster, seconds
         self.joints = GroupStrategyCache()
         self.refusal: Infeasible | None = None
+        self.differs: DepthsDiffer | None = None
 
     def all(self, meshes: Iterable[tuple[int, dict[str, int]]]) -> list[tuple[int, StageCost]]:
         """Costs on these numbers of stages and meshes of a stage. The first mesh of each tensor axis is placed, and that of the
@@ -109,7 +111,8 @@ class MeshCosts:
         except Infeasible as error:
             self.refusal = self.refusal or error
             return None
-        except DepthsDiffer:
+        except DepthsDiffer as error:
+            self.differs = error
             return None
         record, trained = planned.record, sum(self.traces.trained.values())
         largest = max((nbytes for each in record.operations.values() for nbytes in each.result_bytes), default=0)

@@ -19,6 +19,7 @@ from passes.analyses.microbatch_dims import rows_of
 from passes.errors import Infeasible
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.hardware.cluster import Cluster
+from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.solver.work_limit import WorkLimit
 
 log = logging.getLogger("hpml")
@@ -38,7 +39,7 @@ def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
         search = joint_search_of(traces, cluster)
         if search is not None and search.decisions.has_meshes:
             log.info("the options pin %s; hpml searches over the rest", described_pins(options))
-            return search.run(proves=True)
+            return _answer(search)
     options.check_mesh(cluster.world_size)
     try:
         if (short := _too_large(traces, cluster)) is not None:
@@ -49,7 +50,7 @@ def plan_open(traces: TracedModel, cluster: Cluster) -> Plan:
         if search is None:
             raise
         log.info("placements alone do not fit: %s; hpml searches over microbatches, recomputation and stages", refusal.what)
-        return search.run(proves=True)
+        return _answer(search)
     return _with_less_lost(traces, cluster, plan)
 
 
@@ -73,11 +74,25 @@ def _with_less_lost(traces: TracedModel, cluster: Cluster, plan: Plan) -> Plan:
              "stages, too", format_us(again_us), format_us(max(waited_us, 0.0)), format_us(now_us))
     search.below = now
     try:
-        found = search.run(proves=True)
+        found = _answer(search)
     except Infeasible as error:
         log.info("no other configuration is faster: %s", error.what)
         return plan
     return found if objective.simulated(found)[1] < now else plan
+
+
+def _answer(search: JointSearch) -> Plan:
+    """The answer of a search: over all layers where a few of them do not represent the model."""
+    try:
+        return search.run(proves=True)
+    except DepthsDiffer as error:
+        log.info("a few layers do not represent the model (%s); hpml searches with all of them", error)
+    options = search.traces.options.model_copy(update={"trace_all_layers": True})
+    whole = joint_search_of(search.traces.with_options(options), search.cluster, search.refusal)
+    if whole is None:  # all layers make several graphs
+        raise search.refusal
+    whole.below = search.below
+    return whole.run(proves=True)
 
 
 def joint_search_of(traces: TracedModel, cluster: Cluster, refusal: Infeasible | None = None) -> JointSearch | None:

@@ -52,6 +52,20 @@ class Wide(nn.Module):
         return F.mse_loss(x, y)
 
 
+class Residual(nn.Module):
+    """The additions between its layers belong to no layer, so that few layers do not stand for all; two devices divide no size
+    of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(15, 61), nn.ReLU(), nn.Linear(61, 15)) for _ in range(6))
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.mse_loss(x, y)
+
+
 TOKENS = torch.arange(8 * 64).view(8, 64)
 DEEP = functools.cache(lambda: transformer(512, 64, 4, 10, rows=8, length=64))
 
@@ -106,6 +120,13 @@ def test_the_plan_that_fits_with_the_least_energy_is_no_dearer_than_the_fastest(
     summary = found.summary_json()
     assert summary["bound_j"] == pytest.approx(2e-6 * solver.bound) and summary["bound_s"] is summary["step_bound_s"] is None
     assert min(each["cost_j"] for each in summary["families"] if each["cost_j"]) == pytest.approx(2e-6 * solver.cost)
+
+
+def test_the_search_is_over_all_layers_where_a_few_do_not_represent_the_model():
+    batch = torch.ones(2, 15), torch.ones(2, 15)
+    limit = int(0.8 * planned(10**11, Residual(), batch).peak.bytes)
+    plan = planned(limit, Residual(), batch)
+    assert plan.mesh["pp"] == 2 and plan.peak.bytes <= limit
 
 
 @pytest.mark.parametrize("part", [0.9, 0.6])
