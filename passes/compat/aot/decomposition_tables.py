@@ -1,4 +1,4 @@
-"""Decompositions that hpml traces with: inductor's, without those whose results differ from the operator's."""
+"""Decompositions that hpml traces with: inductor's, without wrong ones, and those of fused layers."""
 from __future__ import annotations
 
 import contextlib
@@ -10,6 +10,7 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
+from passes.compat.aot.encoder_layers import encoder_layer, multi_head_attention
 from passes.compat.patching.patches import BYTES_DECOMPOSED_WRONGLY, DECOMPOSED_WRONGLY, replaced
 
 aten = torch.ops.aten
@@ -18,6 +19,9 @@ WRONG_OF_HALVES = ("grid_sampler_2d.default",)
 """Not used for bfloat16 and float16, in which they round coordinates: the operators compute these in float32."""
 SCALED = ("addmm.default", "baddbmm.default", "addmv.default", "addbmm.default", "addr.default")
 """Not used for integers with fractional factors, which the operators truncate first."""
+
+FUSED_LAYERS = {"_transformer_encoder_layer_fwd.default": encoder_layer,
+                "_native_multi_head_attention.default": multi_head_attention}
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -41,6 +45,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
         if op in table:
             table[op] = _unless_truncated(table[op])
             _falls_back(op, lowering)
+    table.update((op, decomposed) for name, decomposed in FUSED_LAYERS.items() for op in _operators((name,)))
     return table
 
 
