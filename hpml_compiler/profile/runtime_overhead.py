@@ -16,8 +16,9 @@ from hpml_compiler.runtime.process.compute_device import device_type
 
 FEW, MANY = 2, 12
 """Numbers of layers of the models of tiny layers."""
-LINKS, ELEMENTS = 24, 2**15
-"""Number of collectives in the chain, and elements of their tensor."""
+LINKS, PRODUCTS, ELEMENTS = 4, 16, 2**15
+"""Number of collectives in the chain, of matrix products before each, and elements of a collective's tensor. The products take
+several time slices of a CPU, so that ranks that share one are as far apart as in a step."""
 COLLECTIVES = ("all_reduce", "all_gather")
 
 
@@ -98,7 +99,8 @@ def collective_calls() -> dict[str, TimedCall]:
 
     def chain(with_collectives: bool) -> None:
         for link in range(LINKS):
-            torch.mm(x, w)
+            for _ in range(PRODUCTS):
+                torch.mm(x, w)
             if with_collectives:
                 collectives[link % 2]()
 

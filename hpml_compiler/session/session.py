@@ -172,14 +172,16 @@ def current() -> Session:
     return state_of(Session)
 
 
-def reset() -> None:
-    """Reset the session: the next compilation starts without mesh and plans, as for a new process group or another model."""
+def reset(same_prices: bool = False) -> None:
+    """Reset the session: the next compilation starts without mesh and plans, as for a new process group or another model.
+    same_prices: it keeps the quick profile, so that its plan can be compared with those before."""
     before = current()
     # Meshes are reused, since each has process groups with threads and connections: a sweep over many models would
     # accumulate them.
     world = dist.group.WORLD if dist.is_initialized() else None
     kept = {key: mesh for key, mesh in before.device_meshes.items() if key[-1] is world}
-    state.put(Session(device_meshes=kept, own_meshes={key for key in before.own_meshes if key in kept}))
+    profile = {"looked": before.looked, "quick": before.quick} if same_prices else {}
+    state.put(Session(device_meshes=kept, own_meshes={key for key in before.own_meshes if key in kept}, **profile))
     state.reset()
     forget_device()
 
@@ -196,8 +198,7 @@ def reset_process() -> None:
         before.monitor.finish()
     torch.compiler.reset()
     compat.forget_interned_specs()
-    reset()
-    current().looked, current().quick = before.looked, before.quick
+    reset(same_prices=True)
 
 
 def to_dtensor(stored: StoredLayout) -> tuple[Placement, ...]:
