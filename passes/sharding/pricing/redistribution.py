@@ -61,12 +61,14 @@ def priced_hop(value: Value, layout: Layout, axis: int, target: Placement, axes:
     return PricedHop(layout, after, axis, term, price(term, prices))
 
 
-def bucket_bytes_of(graph: PlacementGraph) -> float:
+def bucket_bytes_of(graph: PlacementGraph, shorter: PlacementGraph | None = None, further: int = 0) -> float:
     """Bytes of gradients that are reduced together: at most one bucket, at most all gradients.
 
-    All gradients of a small model thus pay one latency together, not a fraction of one.
+    All gradients of a small model thus pay one latency together, not a fraction of one. shorter, further: of a model with
+    `further` more layers than the graph, which has one more than `shorter`.
     """
-    return float(min(BUCKET_BYTES, sum(graph.values[p].bytes for p in graph.gradients)))
+    own, fewer = (sum(each.values[p].bytes for p in each.gradients) for each in (graph, shorter or graph))
+    return float(min(BUCKET_BYTES, own + further * (own - fewer)))
 
 
 def layouts_between(value: Value, ends: Iterable[Layout], axes: Axes) -> list[Layout]:

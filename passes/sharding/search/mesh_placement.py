@@ -73,7 +73,7 @@ def solve_on_mesh(
     spent, if strict. Raises Infeasible with the smallest feasible budget, and BadInput for pins that cannot be met.
     """
     state = state or TrainingStateModel()
-    bucket_bytes, memo = bucket_bytes_of(graph), memo or MeshTables()
+    bucket_bytes, memo = bucket_bytes_of(graph, shorter, further), memo or MeshTables()
     allowance = allowance or WorkLimit((options or SolverOptions()).seconds)
     building = allowance.part(BUILDING * allowance.left_s, allowance.strict)
 

@@ -29,7 +29,6 @@ from passes.sharding.pricing.decision_terms import (
     reduction_messages,
     update,
 )
-from passes.sharding.pricing.redistribution import bucket_bytes_of
 from passes.sharding.pricing.training_state import TrainingStateModel
 from passes.sharding.search.mesh_placement import MeshPlacement
 
@@ -182,7 +181,7 @@ class _TermCollector:
     def edges(self) -> None:
         """Redistributions, and saved copies."""
         by_name = {value.name: value for value in self.graph.values}
-        bucket = bucket_bytes_of(self.graph)
+        bucket = self.problem.bucket_bytes
         kept: set[int] = set()
         for edge, path in zip(self.placed.solved.edges, self.placed.solution.paths, strict=True):
             value, target = by_name[edge.name], self.placed.solved.entities[edge.target]
