@@ -9,8 +9,7 @@ process has after two steps of a tiny model, which loads compilers and opens con
 in backward, as soon as their block is done: on four ranks they and the parameters would be half of the whole model. For this,
 each block is compiled by itself. It saves its input alone for backward (recompute "full"), and its output is whole: the first
 step would compile each block anew for sharded ones. Peaks are of resident memory (VmHWM), above the same base. Queries, keys
-and values have a weight each: of a fused one, 4 ranks store rows that do not fit its view in 3 parts, so that each would gather
-it outside of the graph and hold it until backward.
+and values have one weight: the rows that 4 ranks load do not fit its view in 3 parts, so they are sharded again by heads.
 """
 from __future__ import annotations
 
@@ -40,12 +39,11 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        read = self.norm1(x)
-        q, k, v = (part(read).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))

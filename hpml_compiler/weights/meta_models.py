@@ -25,6 +25,7 @@ from hpml_compiler.runtime.install.swap_parameters import rebind
 from hpml_compiler.runtime.optimizer.optimizer_step import watch_optimizers
 from hpml_compiler.runtime.process.compute_device import device_type
 from hpml_compiler.runtime.process.world_group import ensure_process_group
+from hpml_compiler.runtime.weights.loaded_parameters import note_loaded
 from hpml_compiler.session.session import current
 from hpml_compiler.weights.module_initialization import ModuleRule, is_written, rules_of, unwritten_like
 from passes import compat
@@ -59,8 +60,7 @@ class MetaParameters:
             local[0] //= self._mesh.size()
         with compat.plain_torch_functions():
             order = sorted(range(parameter.dim()), key=lambda dim: -parameter.stride(dim))
-            part = torch.empty([local[dim] for dim in order], dtype=parameter.dtype, device=device_type())
-            part = part.permute(sorted(range(parameter.dim()), key=order.__getitem__))
+            part = torch.empty_permuted(local, order, dtype=parameter.dtype, device=device_type())  # no view, so it may move
             new = compat.make_dtensor(PlacedTensor, part, compat.dtensor_spec(self._mesh, placements, parameter),
                                       parameter.requires_grad)
             new._is_param = True  # isinstance(new, nn.Parameter) checks this
@@ -88,6 +88,7 @@ class MetaParameters:
         if self._mesh is not None:
             watch_optimizers()
             compat.trace_as(PlacedTensor)
+            note_loaded(dict(zip(self._names, self._news, strict=True)))
         rebind(self._names, self._olds, self._news)
 
 

@@ -2,12 +2,13 @@
 batch, outputs of other graphs)."""
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Sequence
 
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.decision import Decision
 from passes.graph.graph_signature import ShardableOutput
-from passes.graph.layouts import Layout, as_layout, legal
+from passes.graph.layouts import Layout, StoredLayout, as_layout, legal
 from passes.hardware.axis import Axes
 from passes.op_rules.base import REPLICATE
 
@@ -35,3 +36,18 @@ def inputs_that_do_not_fit(annotated: AnalyzedGraph, axes: Axes, rows: Container
         layout = as_layout(value, tuple(stored))
         if layout is None or not legal(value, layout, over):
             yield position
+
+
+def fitting_shards(annotated: AnalyzedGraph, position: int, axes: Axes) -> StoredLayout | None:
+    """The layout of an input whose even shards do not fit a view that the graph takes of it, with the first inner factor of
+    each dim sharded that fits; None if there is none."""
+    interface = annotated.interface
+    value = next(each for each in annotated.graph.values if interface.positions.get(each.name) == position)
+    stored = interface.stored.get(value.name, ())
+    for number in range(1, max(map(len, value.factors), default=0)):
+        inner: StoredLayout = tuple((p[0], math.prod(value.factors[p[0]][:number])) if isinstance(p, tuple) and p[1] == 1 else p
+                                    for p in stored)
+        layout = as_layout(value, inner)
+        if inner != stored and layout is not None and legal(value, layout, axes):
+            return inner
+    return None

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from hpml_compiler.compile.wrapper.moved_parameters import StageMoves, share_memory
+from hpml_compiler.compile.inputs.moved_parameters import StageMoves, share_memory
 from hpml_compiler.options import Options
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, has_stages, schedule_of
 from hpml_compiler.runtime.placements.single_rank_placement import owner_of

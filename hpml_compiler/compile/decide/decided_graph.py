@@ -53,7 +53,8 @@ class DecidedGraph:
 
     def metadata(self) -> RuntimeMetadata:
         """Metadata for the runtime wrapper, once the graph is compiled."""
-        return replace(self.takes, gathered=frozenset(self.inputs.gathered), written=frozenset(self.inputs.written))
+        return replace(self.takes, gathered=frozenset(self.inputs.gathered), written=frozenset(self.inputs.written),
+                       moved={**self.takes.moved, **self.inputs.moved})
 
     @contextmanager
     def noting_chunks(self) -> Iterator[None]:

@@ -6,21 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor.placement_types import Placement
 from torch.fx import GraphModule
 
+from hpml_compiler.compile.inputs.moved_parameters import share_memory
 from hpml_compiler.compile.inputs.pp_mesh import over_stage
 from hpml_compiler.options import Options
 from hpml_compiler.planner.pipeline.pp_axis import axes_of_stage, has_stages, same_mesh
+from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
 from hpml_compiler.runtime.install.parameter_sharding import placeable
 from hpml_compiler.runtime.install.unwrap_inputs import InputPlacement, copy_for_set_data, take_out_markers
 from hpml_compiler.runtime.process.world_group import world_size
+from hpml_compiler.runtime.weights.loaded_parameters import loaded_alike
 from hpml_compiler.session import session
 from passes import compat
 from passes.errors import BadInput
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_signature import GraphInput, graph_inputs, inputs_in_outputs, parameter_name
-from passes.hardware.axis import device_axes
-from passes.sharding.graph_boundary import inputs_that_do_not_fit
+from passes.hardware.axis import Axes, device_axes
+from passes.sharding.graph_boundary import fitting_shards, inputs_that_do_not_fit
 
 
 def sizes_are_numbers(gm: GraphModule, values: Sequence[Any]) -> None:
@@ -47,8 +51,9 @@ class GraphInputs:
     """`described`: the inputs in order, for planning. `examples`: full plain tensors to trace with.
 
     `rows`: positions of inputs that are rows of a batch. `gathered`: of placed inputs that each call gathers. `written`: of
-    inputs that the graph mutates. `mesh`: axes that this graph has to share, if any: those of its placed parameters, or those
-    of the graphs before it. In a pipeline, the axes of one stage.
+    inputs that the graph mutates. `moved`: new placements of parameters that were placed otherwise, by position. `mesh`: axes
+    that this graph has to share, if any: those of its placed parameters, or those of the graphs before it. In a pipeline, the
+    axes of one stage.
     """
 
     def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options) -> None:
@@ -56,6 +61,7 @@ class GraphInputs:
         self.rows: set[int] = set()
         self.gathered: set[int] = set()
         self.written: set[int] = set()
+        self.moved: dict[int, tuple[Placement, ...]] = {}
         copy_for_set_data(gm)
         gm, self.examples, placed = take_out_markers(gm, given)
         sources = compat.input_sources(gm)
@@ -124,8 +130,23 @@ class GraphInputs:
         if self.rows and self._rows_may_be_unequal(annotated.graph.rows):
             views += sorted(self.rows - {*views})
         for position in views:
-            self._take_whole(position)
+            if forward_outputs is None or not self._shards_again(annotated, position, mesh):
+                self._take_whole(position)
         return annotate(gm, self.described, forward_outputs, microbatches, leaves, compiler) if views else annotated
+
+    def _shards_again(self, annotated: AnalyzedGraph, position: int, mesh: Axes) -> bool:
+        """True if a trained parameter is sharded along another factor of its dims from now on: its shards, as it was loaded, do
+        not fit a view of it."""
+        described, given = self.described[position], self._given[position]
+        if described.kind != "parameter" or position in self.rows or has_stages(self._placed_on) or not (
+                isinstance(given, torch.nn.Parameter) and isinstance(given, PlacedTensor)):
+            return False
+        layout = fitting_shards(annotated, position, mesh)
+        if layout is None or share_memory(loaded_alike(described.name, given)):
+            return False
+        self.described[position] = replace(described, stored=layout)
+        self.moved[position] = session.to_dtensor(layout)
+        return True
 
     def _rows_may_be_unequal(self, rows: int) -> bool:
         """True if ranks may compute other numbers of rows than they store of a distributed batch."""
@@ -136,6 +157,7 @@ class GraphInputs:
         """Gather an input: the graph mutates it and returns the full new value, or returns a view of it, which AOTAutograd
         replays on the argument, or its shards do not fit a view that the graph takes of it."""
         described = self.described[position]
+        self.moved.pop(position, None)
         if described.stored is not None or position in self.rows:
             self.gathered.add(position)
             self.rows.discard(position)

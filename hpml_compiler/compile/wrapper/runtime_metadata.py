@@ -42,7 +42,8 @@ class RuntimeMetadata:
     parameters that it takes unsharded, by placeholder. gathered, written: positions of arguments that each call gathers, and of
     those that it mutates. sharded_outputs, tangents: results that stay sharded, and their gradients. slices: those of arguments
     taken before the graph runs, by position. owned: parameters that only one rank has, by placeholder; None without stages.
-    own_here: positions of those that are on the right rank already, or `moved` to it, by position, before the first call.
+    own_here: positions of those that are on the right rank, or move to it. moved: new placements of parameters that were placed
+    otherwise, by position.
     decision: about its step. budgeted: under a budget, its memory as later graphs of the step see it. graph_hash: of a graph
     that was planned at once. entry: None where the plan is made on demand.
     """
@@ -58,7 +59,7 @@ class RuntimeMetadata:
     slices: Mapping[int, Taken] = field(default_factory=dict)
     owned: Mapping[str, int] | None = None
     own_here: frozenset[int] = frozenset()
-    moved: Mapping[int, int] = field(default_factory=dict)
+    moved: Mapping[int, tuple[Placement, ...]] = field(default_factory=dict)
     decision: StepDecision = StepDecision()
     budgeted: memory_budget.GraphMemory | None = None
     graph_hash: str = ""

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
-from hpml_compiler.compile.wrapper.moved_parameters import move_to_stages
+from hpml_compiler.compile.inputs.moved_parameters import move_parameters
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
 from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
 from hpml_compiler.monitor.stage_monitor import StageMonitor
@@ -26,6 +26,7 @@ from hpml_compiler.runtime.placements.unsharded_params import UnshardedInputs
 from hpml_compiler.runtime.program.second_derivatives import without_second_derivatives
 from hpml_compiler.runtime.program.undefined_gradients import with_undefined_gradients
 from hpml_compiler.runtime.watchdog.rank_status import Location
+from hpml_compiler.runtime.weights.loaded_parameters import loaded_alike
 from hpml_compiler.session import session
 from hpml_compiler.session.run_monitor import current_monitor
 from passes.transforms.shard.hoist_batch_slice import part_of
@@ -47,7 +48,8 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
     if options.offloads("optimizer"):
         offload_state((value for value in given if isinstance(value, torch.nn.Parameter)), options.offload_folder or "")
     function = without_second_derivatives(with_undefined_gradients(gm, given)(function))
-    move_to_stages([(given[k], rank) for k, rank in takes.moved.items()])
+    move_parameters([(each, placements) for k, placements in takes.moved.items()
+                     for each in loaded_alike(inputs.described[k].name, given[k])])
     borrowed = {k for k, x in enumerate(given) if owner_of(x) is not None} - takes.gathered - takes.own_here
     installed = shard_module(takes.placements, gm, given, devices, takes.gathered, takes.written, holding, borrowed)
     if takes.training and takes.decision.placements is not None:

@@ -9,12 +9,12 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
+from hpml_compiler.compile.inputs.moved_parameters import StageMoves
 from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
-from hpml_compiler.compile.wrapper.moved_parameters import StageMoves
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, placements_of, unsharded_inputs
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS
 from hpml_compiler.plans.plan_result import PlanResult
-from hpml_compiler.runtime.placements.single_rank_placement import SingleRank, owner_of
+from hpml_compiler.runtime.placements.single_rank_placement import SingleRank, at_other_owner, owner_of
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_signature import GraphInput
 from passes.session_state import state_of
@@ -44,7 +44,7 @@ def owned_parameters(takes: RuntimeMetadata, found: Mapping[str, int], positions
                 owned[name] = owner
                 own_here.add(position)
                 if before != owner:
-                    moved[position] = owner
+                    moved[position] = at_other_owner(parameter.placements, owner)
         elif training and described[position].placeable:
             placements = placed.get(position, (Replicate(),) * len(mesh.sizes))
             if owner is not None and parameter.dim():

@@ -13,7 +13,14 @@ from hpml_compiler.runtime.placements.accumulate_grad import accumulate, may_acc
 from hpml_compiler.runtime.placements.gather_parts import gathered_from_parts
 from hpml_compiler.runtime.placements.inner_shard import inner_part, local_shape
 from hpml_compiler.runtime.placements.sharded_gradients import gradient_kind
-from hpml_compiler.runtime.placements.single_rank_placement import as_at_owner, is_owner, no_rows, unknown_to_dtensor
+from hpml_compiler.runtime.placements.single_rank_placement import (
+    as_at_owner,
+    from_owner,
+    is_owned,
+    is_owner,
+    no_rows,
+    unknown_to_dtensor,
+)
 from hpml_compiler.runtime.watchdog.barrier_check import require_all_ranks
 from passes import compat
 
@@ -63,6 +70,19 @@ def local_shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
         part = part.narrow(dim, start, size)
     part = inner_part(part, mesh, placements)
     return tensor if part.shape == tensor.shape else part.clone()
+
+
+def place_again(tensor: DTensor, placements: Sequence[Placement]) -> None:
+    """Give a tensor other placements, in place. An owned one only gets another owner, to which its part is sent, others are
+    gathered for a moment. All ranks must call this together."""
+    spec: Any = tensor._spec
+    like = torch.empty_strided(spec.tensor_meta.shape, spec.tensor_meta.stride, dtype=spec.tensor_meta.dtype, device="meta")
+    if is_owned(spec.placements):
+        part = from_owner(tensor)
+        part = part if is_owner(spec.mesh, placements) else part.new_empty(no_rows(part.shape))
+    else:
+        part = local_shard(to_full_tensor(tensor), spec.mesh, placements)
+    tensor._local_tensor, tensor._spec = part, compat.interned_spec(compat.dtensor_spec(spec.mesh, placements, like))
 
 
 def part_of_gradient(gradient: torch.Tensor, spec: Any) -> torch.Tensor:

@@ -103,14 +103,9 @@ def at_owner(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:
     return _brought(local, spec), compat.dtensor_spec(spec.mesh, as_at_owner(spec.placements), like)
 
 
-def move_to_owner(tensor: DTensor, owner: int) -> None:
-    """Give a tensor another owner, in place. All ranks must call this together."""
-    spec: Any = tensor._spec
-    placements = tuple(SingleRank(owner) if type(each) is SingleRank else each for each in spec.placements)
-    like = torch.empty_strided(spec.tensor_meta.shape, spec.tensor_meta.stride, dtype=spec.tensor_meta.dtype, device="meta")
-    part = from_owner(tensor)
-    tensor._local_tensor = part if is_owner(spec.mesh, placements) else part.new_empty(no_rows(part.shape))
-    tensor._spec = compat.interned_spec(compat.dtensor_spec(spec.mesh, placements, like))
+def at_other_owner(placements: Sequence[Placement], owner: int) -> tuple[Placement, ...]:
+    """The placements of an owned tensor with another owner."""
+    return tuple(SingleRank(owner) if type(each) is SingleRank else each for each in placements)
 
 
 def as_dtensor_knows(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:

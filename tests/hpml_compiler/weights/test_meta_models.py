@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hpml_compiler
+from hpml_compiler.runtime.placements.inner_shard import InnerShard
 from hpml_compiler.runtime.weights.weights_source import WeightsSource
 from hpml_compiler.session import session
 from passes.errors import BadInput
@@ -22,12 +23,16 @@ TEXT = torch.arange(32).reshape(4, 8)
 
 
 class Block(nn.Module):
+    """With a fused weight, whose halves do not fit its view."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.fused = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        a, b, c = self.fused(self.norm(x)).view(-1, 3, WIDTH).unbind(1)
+        return x + self.down(F.gelu(self.up(a * b + c)))
 
 
 class Language(nn.Module):
@@ -53,14 +58,15 @@ def on_meta():
         return Language()
 
 
-def losses(model, steps=3, **options):
+def losses(model, steps=3, eager=0, **options):
+    """Losses of steps of AdamW; `eager` of them before the model is compiled."""
     torch._dynamo.reset()
     call = torch.compile(model, backend="hpml", options={"compiler": "eager", **options}) if options else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     found = []
     for k in range(steps):
         optimizer.zero_grad()
-        loss = call(torch.arange(8) * (k + 1) % TOKENS)
+        loss = (model if k < eager else call)(torch.arange(8) * (k + 1) % TOKENS)
         loss.backward()
         optimizer.step()
         found.append(loss.item())
@@ -97,7 +103,9 @@ def run_initialize(rank, mesh):
     sharded = [name for name, p in model.named_parameters() if p.to_local().shape != p.shape]
     assert "embedding.weight" in sharded and "odd.bias" not in sharded and model.head.weight is model.embedding.weight
     state = {name: full(value).tolist() for name, value in model.state_dict().items()}
-    return state, losses(model, mesh=mesh)
+    seen = losses(model, eager=1, mesh=mesh)
+    assert model.blocks[1].fused.weight.placements == (InnerShard(0, 3),) * len(mesh), "its optimizer state has moved with it"
+    return state, seen
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str)
@@ -155,21 +163,28 @@ def test_models_of_transformers(launch, tmp_path):
 
 
 def run_load(rank, folder):
-    model = on_meta()
+    whole, model = hpml_compiler.load(Language(), f"{folder}/whole"), on_meta()
     optimizer = torch.optim.AdamW(model.parameters())  # made too early
     hpml_compiler.load(model, f"{folder}/whole")
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
     del optimizer
     assert model.blocks[0].up.weight.to_local().shape == (2 * WIDTH, WIDTH)
     seen = losses(model, mesh={"dp": 2})
+    assert model.blocks[0].fused.weight.placements == (InnerShard(0, 3),)
     hpml_compiler.save(model, f"{folder}/again", file_bytes=4000)
     session.reset()
     hpml_compiler.load(model, f"{folder}/whole")  # into shards
     expected = load_file(f"{folder}/whole/model.safetensors")
     for name, value in model.state_dict().items():
         assert torch.equal(full(value), expected.get(name, expected["embedding.weight"])), name
-    specs = {id(block.up.weight._spec) for block in hpml_compiler.load(on_meta(), f"{folder}/whole").blocks}
-    assert len(specs) == 1  # what guards compare: equal blocks, compiled one by one, are compiled once
+    blocks = hpml_compiler.load(on_meta(), f"{folder}/whole").blocks
+    blocks[0].compile(backend="hpml", options={"compiler": "eager", "mesh": {"dp": 2}})
+    made = [block(torch.ones(4, WIDTH)).sum() for block in blocks]
+    made[0].backward()
+    for name in ("up", "fused"):  # what guards compare: equal blocks, compiled one by one, are compiled once
+        assert len({id(getattr(block, name).weight._spec) for block in blocks}) == 1
+    assert blocks[1].fused.bias.placements == (InnerShard(0, 3),)
+    torch.testing.assert_close([x.item() for x in made], [block(torch.ones(4, WIDTH)).sum().item() for block in whole.blocks])
     checkpointer = hpml_compiler.Checkpointer(f"{folder}/run", model)
     checkpointer.save(0, wait=True)
     other = hpml_compiler.load(on_meta(), f"{folder}/run/step-00000001/model")

@@ -1,4 +1,5 @@
-"""Parameters of pipeline stages that move to other ranks, with gradients and optimizer state, when a pipeline is cut anew.
+"""Parameters that get other placements, with their gradients and optimizer state: when a pipeline is cut anew, and where they
+were loaded in shards that do not fit a graph.
 
 They stay the same objects, in the script and in optimizers: only their parts and placements change.
 """
@@ -10,10 +11,11 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from hpml_compiler.runtime.dtensor.parameter_aliases import aliases_of
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
-from hpml_compiler.runtime.placements.single_rank_placement import move_to_owner, owner_of
+from hpml_compiler.runtime.placements.shard_and_gather import place_again
 from hpml_compiler.runtime.process.live_objects import live_objects
 from hpml_compiler.runtime.process.world_group import from_all_ranks
 from hpml_compiler.session import optimizer_lookup
@@ -36,28 +38,34 @@ class StageMoves:
             self.allowed = False
 
 
-def move_to_stages(moves: Sequence[tuple[Any, int]]) -> None:
-    """Move placed parameters to these ranks along the pipeline axis. All ranks must call this together. Raises HpmlError where
-    ranks have not the same tensors."""
+def move_parameters(moves: Sequence[tuple[Any, tuple[Placement, ...]]]) -> None:
+    """Give placed parameters other placements. All ranks must call this together. Raises HpmlError where ranks have not the
+    same tensors."""
     if not moves:
         return
     optimizers = optimizer_lookup.optimizer_of([parameter for parameter, _ in moves])
     with compat.outside_tracing(), compat.plain_torch_functions(), torch.no_grad():
-        tensors = [(name, tensor, rank) for parameter, rank in moves for name, tensor in _with_state(parameter, optimizers)]
+        tensors = [each for parameter, placements in moves for each in _with_state(parameter, placements, optimizers)]
         known = from_all_ranks([name for name, _, _ in tensors])
         if any(each != known[0] for each in known):
-            raise HpmlError("the optimizers of several ranks have other state for parameters of a pipeline stage",
-                            "moving them to another stage", "step all parameters on all ranks, or leave balance out")
-        for _, tensor, rank in tensors:
-            move_to_owner(tensor, rank)
+            raise HpmlError("the optimizers of several ranks have other state for parameters that get another placement",
+                            "moving them", "step all parameters on all ranks, after the model was compiled")
+        for _, tensor, placements in tensors:
+            place_again(tensor, placements)
 
 
-def _with_state(parameter: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[str, DTensor]]:
-    """The tensors of a parameter that the rank owns that has it, with their names."""
+def _with_state(parameter: Any, placements: Sequence[Placement], optimizers: Sequence[torch.optim.Optimizer],
+                ) -> list[tuple[str, DTensor, tuple[Placement, ...]]]:
+    """A parameter, its gradient and state with their names and new placements: on axes on which they are placed as the
+    parameter, those of the parameter."""
     states = {f"{number}.{name}": value for number, each in enumerate(optimizers)
               for name, value in each.state.get(parameter, {}).items()}
-    named = {"": parameter, "grad": parameter.grad, **states}
-    return [(name, each) for name, each in named.items() if owner_of(each) is not None]
+    old = parameter.placements
+    found = [(name, each, tuple(new if mine == before else mine
+                                for mine, before, new in zip(each.placements, old, placements, strict=True)))
+             for name, each in {"": parameter, "grad": parameter.grad, **states}.items()
+             if isinstance(each, DTensor) and each.device_mesh == parameter.device_mesh]
+    return [each for each in found if each[2] != each[1].placements]
 
 
 def share_memory(parameters: Sequence[Any]) -> bool:
