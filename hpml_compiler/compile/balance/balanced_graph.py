@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile.balance.movable_work import CutSpeeds, MovableWork, shares_of
 from hpml_compiler.compile.balance.own_time import OwnTimes, WaitWatch
+from hpml_compiler.compile.inputs.moved_parameters import StageMoves
 from hpml_compiler.compile.recovery.compiled_again import Call, Compile, CompiledAgain
 from hpml_compiler.options import Options
 from hpml_compiler.runtime.process.world_group import from_all_ranks, this_rank
@@ -42,7 +43,8 @@ def with_balance(gm: GraphModule, given: Sequence[Any], options: Options, compil
         return compile_(gm, given, options)
     if speeds := state_of(CutSpeeds).get(tuple((options.mesh or {}).items())):
         options = options.model_copy(update={"stage_speeds": speeds})
-    return BalancedGraph(gm, given, options, compile_).run
+    with state_of(StageMoves).allowing(compat.frame_being_compiled()):
+        return BalancedGraph(gm, given, options, compile_).run
 
 
 class BalancedGraph:
@@ -91,20 +93,19 @@ class BalancedGraph:
         seconds = _by_coordinate([own for own, _ in found], shares.options.mesh or {}, shares.axis)
         self.windows = [*self.windows[-1:], seconds] if all(seconds) else []
         move = shares.best(self.windows) if len(self.windows) == 2 else None
-        cost_s = shares.compilations * max(cost for _, cost in found)
+        cost_s = max(cost for _, cost in found)
         return move if move is not None and move.pays(max(self.calls, LEAST_AHEAD), cost_s) else None
 
     def _moved(self, shares: MovableWork, move: WorkMove, args: Sequence[Any]) -> Any:
-        """The results of a call of the graph, compiled after the move."""
+        """The results of a call: of the graph as compiled after the move, or of the old one where Dynamo is to compile it."""
         if this_rank() == 0:
             log.warning("%s: %s: the slowest rank takes %.1f ms of its own, and %.1f ms then; results stay those of the whole "
                         "batch", self.again.name, shares.words(move), 1e3 * move.now_s, 1e3 * move.then_s)
-        options, start = shares.after(move), time.perf_counter()
-        if options.stage_speeds:
-            state_of(CutSpeeds)[tuple((options.mesh or {}).items())] = options.stage_speeds
-        self.call, self.windows = self.again.compiled(options), []
-        with shares.moving():
-            results = self.call(*args)
+        options, start, self.windows = shares.after(move, self.again.frame, args), time.perf_counter(), []
+        if options is None:
+            return self.call(*args)
+        self.call = self.again.compiled(options)
+        results = self.call(*args)
         self.shares, self.compile_s = shares_of(self.again.name, options), time.perf_counter() - start
         self.calls, self.fresh = self.calls + 1, 1
         self._time_backward(results)

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,9 @@ ROWS_AXIS = "dp"
 
 
 class MovableWork(ABC):
-    """The work of one compiled graph by rank along `axis`. compilations: that a move takes. options: of the graph."""
+    """The work of one compiled graph by rank along `axis`. options: of the graph."""
 
     axis: str
-    compilations = 1
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -36,8 +34,9 @@ class MovableWork(ABC):
         """The move after which the slowest rank takes least; None if there is none. windows: seconds by coordinate."""
 
     @abstractmethod
-    def after(self, move: Any) -> Options:
-        """Options for the graph after the move."""
+    def after(self, move: Any, frame: str, args: Sequence[Any]) -> Options | None:
+        """Options to compile the graph again for this call; None if Dynamo compiles it again in the next one. frame: of the
+        graph."""
 
     @abstractmethod
     def words(self, move: Any) -> str:
@@ -46,10 +45,6 @@ class MovableWork(ABC):
     def obstacle(self, args: Sequence[Any]) -> str:
         """The reason why work cannot move, the same on all ranks; "" if it can. args: of the next call."""
         return ""
-
-    def moving(self) -> AbstractContextManager[None]:
-        """Context of the first call after the move."""
-        return nullcontext()
 
 
 class MovableRows(MovableWork):
@@ -63,7 +58,7 @@ class MovableRows(MovableWork):
         move = best_move(self.rows, windows, self.options.microbatches)
         return move if move.rows != self.rows else None
 
-    def after(self, move: RowMove) -> Options:
+    def after(self, move: RowMove, frame: str, args: Sequence[Any]) -> Options:
         return self.options.model_copy(update={"rows": {ROWS_AXIS: move.rows}})
 
     def words(self, move: RowMove) -> str:
@@ -71,10 +66,9 @@ class MovableRows(MovableWork):
 
 
 class MovableBlocks(MovableWork):
-    """Blocks by pipeline stage. Parameters move with them, so Dynamo compiles the script's graph again, in the next call."""
+    """Blocks by pipeline stage. Parameters move with them, while Dynamo compiles the script's graph again, in the next call."""
 
     axis = PP_AXIS
-    compilations = 2
 
     def __init__(self, options: Options, stages: StageAssignment) -> None:
         super().__init__(options)
@@ -87,19 +81,16 @@ class MovableBlocks(MovableWork):
         move = best_cut(self.stages, self.ranks, windows)
         return move if move is not None and move.ends != self.stages.ends else None
 
-    def after(self, move: StageMove) -> Options:
-        return self.options.model_copy(update={"stage_speeds": move.speeds})
+    def after(self, move: StageMove, frame: str, args: Sequence[Any]) -> None:
+        state_of(CutSpeeds)[tuple((self.options.mesh or {}).items())] = move.speeds
+        state_of(StageMoves).ask(frame, _owned(args))
 
     def words(self, move: StageMove) -> str:
         return f"blocks by stage change from {_sizes(self.stages.ends)} to {_sizes(move.ends)}"
 
     def obstacle(self, args: Sequence[Any]) -> str:
-        shared = share_memory([x for x in args if owner_of(x) is not None])
+        shared = share_memory(_owned(args))
         return "tensors of the script share memory with parameters of the stages, and could not follow them" if shared else ""
-
-    def moving(self) -> AbstractContextManager[None]:
-        return state_of(StageMoves).allowing()
-
 
 class CutSpeeds(dict[tuple[tuple[str, int], ...], tuple[float, ...]]):
     """Speeds of ranks by which pipelines were cut anew, by the axes of their mesh: for graphs that are compiled later."""
@@ -121,6 +112,10 @@ def shares_of(name: str, options: Options) -> MovableWork | None:
     if unequal:
         return MovableRows(options, tuple(unequal))
     return None if plan.rows % size else MovableRows(options, (plan.rows // size,) * size)
+
+
+def _owned(args: Sequence[Any]) -> list[Any]:
+    return [x for x in args if owner_of(x) is not None]
 
 
 def _sizes(ends: Sequence[int]) -> str:

@@ -24,17 +24,31 @@ from passes.errors import HpmlError
 
 
 class StageMoves:
-    """allowed: graphs that are compiled now move parameters to the stage that needs them; else another stage lends them."""
+    """Frames of Dynamo whose next compilation moves parameters to the stage that needs them; allowed: the one that runs does.
+    Else another stage lends them."""
+
+    is_of_models = True
 
     def __init__(self) -> None:
+        self.frames: set[str] = set()
         self.allowed = False
 
+    def ask(self, frame: str, parameters: Sequence[Any]) -> None:
+        """Let Dynamo compile a frame again in its next call: guards compare the identity of these parameters' specs."""
+        self.frames.add(frame)
+        with compat.plain_torch_functions():
+            compat.renew_interned([each._spec for each in parameters])
+            for each in parameters:
+                each._spec = compat.interned_spec(each._spec)
+
     @contextmanager
-    def allowing(self) -> Iterator[None]:
-        self.allowed = True
+    def allowing(self, frame: str) -> Iterator[None]:
+        """Context of a compilation of the frame."""
+        self.allowed = frame in self.frames
         try:
             yield
         finally:
+            self.frames.discard(frame)
             self.allowed = False
 
 

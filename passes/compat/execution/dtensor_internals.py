@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -50,6 +51,11 @@ class _InternedSpecs(dict[Any, Any]):
 def interned_spec(spec: Any) -> Any:
     """The interned spec equal to this one: parameters have interned specs, so that a guard need only compare identities."""
     return state_of(_InternedSpecs).setdefault((id(spec.mesh), spec), spec)  # equal meshes may be of other process groups
+
+
+def renew_interned(specs: Iterable[Any]) -> None:
+    """Replace interned specs by copies, for parameters that are placed from now on: they fail guards on the earlier ones."""
+    state_of(_InternedSpecs).update(((id(spec.mesh), spec), copy.copy(spec)) for spec in specs)
 
 
 def as_interned(spec: Any) -> Any:
