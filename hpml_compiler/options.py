@@ -260,12 +260,13 @@ class Options(BaseModel):
         return plan_of_mesh(self.plan)
 
     def with_plan(self, world_size: int) -> Options:
-        """These options with `plan` loaded from its file. If the plan is for `world_size` ranks, its budget, microbatches and
-        stages apply where these options do not set them. Of a mixed plan, only the mesh and rows apply. Raises BadInput."""
+        """These options with `plan` loaded from its file. If that is for `world_size` ranks, its budget, microbatches and
+        stages apply where these do not set them; of a mixed one, mesh and rows do. `redundancy` < ranks. Raises BadInput."""
+        if self.redundancy >= world_size:
+            return self.model_copy(update={"redundancy": world_size - 1}).with_plan(world_size)
         if (mixed := mixed_plan_of(self.plan)) is not None:
             return Options.parse(mesh_and_rows(mixed, world_size) | self.model_dump(exclude={"plan"}, exclude_unset=True))
-        given = self.load_plan()
-        if given is None:
+        if (given := self.load_plan()) is None:
             return self
         from_plan = made_with(given) if given.world_size == world_size else {}
         update = {"plan": given, **{k: x for k, x in from_plan.items() if k not in self.model_fields_set}}

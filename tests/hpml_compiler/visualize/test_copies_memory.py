@@ -33,7 +33,7 @@ def test_copies_count_in_the_memory_of_a_cpu(options: dict, copied: int) -> None
         return hpml_compiler.plan(nn.Sequential(*layers), (torch.randn(512, 64),), cluster="1x2:cpu", microbatches=1,
                                   **options, **others)
 
-    alone, redundant = planned(), planned(redundancy=1)
+    alone, redundant = planned(), planned(redundancy=9)  # as 1, on two ranks
     copies = copied * (alone.memory.parameters + alone.memory.optimizer)
     assert redundant.memory.copies == copies and redundant.memory.peak == alone.memory.peak + copies
     assert ("per rank included, for `redundancy`" in redundant.table(200)) == bool(copies) and copy_bytes(redundant) == copies
