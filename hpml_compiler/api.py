@@ -10,6 +10,7 @@ from hpml_compiler.instruments.heterogeneous.share_planning import plan_mixed
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.planner.graph import measured_costs
 from hpml_compiler.planner.joint.open_planner import plan_open
 from hpml_compiler.planner.traced_model import TracedModel
 from passes.errors import BadInput
@@ -36,6 +37,7 @@ def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster
         raise BadInput(f"the cluster is a {type(cluster).__name__}: {cluster!r:.80}", "plan(cluster=...)",
                        'write NODESxDEVICES:DEVICE, such as "8x8:h100-80g", a path, or a Cluster')
     parsed = Options.parse(options)
+    parsed = measured_costs.for_given(parsed, cluster)
     if not isinstance(cluster, Cluster):
         cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(1, "cpu")
     if len(cluster.groups) > 1:

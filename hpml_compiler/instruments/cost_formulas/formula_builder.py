@@ -71,9 +71,9 @@ def formulas(
     """
     given = {} if plan is None else plan.options
     parsed = Options.parse({**given, **options, **({"cluster": cluster} if isinstance(cluster, str) else {})})
-    made_for = None if plan is None or "cluster" in options else plan.hardware
+    parsed = measured_costs.for_given(parsed, cluster)
     if not isinstance(cluster, Cluster):
-        cluster = made_for if cluster is None else None
+        cluster = None if cluster is not None or plan is None or "cluster" in options else plan.hardware
     cluster = capped_cluster(cluster or _cluster_of(parsed, 1 if plan is None else plan.world_size), parsed.power_cap)
     traces = TracedModel(model, batch, parsed)
     if plan is None:

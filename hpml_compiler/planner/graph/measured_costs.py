@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,21 @@ def load(options: Options, cluster: Cluster, graph: str = "") -> CachedMeasureme
     name = torch.cuda.get_device_name() if kind == "cuda" else ""
     collectives = MeasuredCollectives(points, lambda g: g.axis(kind, name), cluster.world_size) if points else None
     return CachedMeasurements(found or DeviceMeasurements(), collectives)
+
+
+def for_given(options: Options, cluster: Cluster | str | None) -> Options:
+    """The options for a plan on a cluster that was given: "auto" costs are those of the data sheets of its devices, unless they
+    are the ones here. `_read` knows a cluster that the options name."""
+    if options.costs != "auto" or not isinstance(cluster, Cluster):
+        return options
+    device = cluster.groups[0].device
+    if device.kind == "cuda" and not torch.cuda.is_available():
+        return options
+    name = torch.cuda.get_device_name() if device.kind == "cuda" else ""
+    here = Cluster.local(cluster.world_size, device.kind, device_name=name).groups[0].device
+    if replace(device, memory_bytes=here.memory_bytes) == here:
+        return options
+    return options.model_copy(update={"costs": "roofline"})
 
 
 def digest(options: Options, cluster: Cluster, graph: str) -> str:

@@ -2,15 +2,18 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import hpml_compiler
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph import measured_costs
 from hpml_compiler.plans.cache import cache_warnings
 from passes.cost_model.measured.measured_collectives import KIND
-from passes.cost_model.measured.measured_kernels import OPERATION
+from passes.cost_model.measured.measured_kernels import FACTOR, OPERATION
 from passes.cost_model.measured.measurement_cache import MeasurementCache, TimedMeasurement, device_key
 from passes.errors import BadInput
 from passes.hardware.cluster import Cluster
@@ -70,3 +73,16 @@ def test_what_can_be_read_is_taken_without_a_word(folder, caplog):
         cache.put(measured_costs.sharing_key("cpu", 1), OPERATION, "mm", TimedMeasurement(1.0, 1))
     found = loaded()
     assert found is not None and found.measurements.operations == {"mm": 1.0} and not caplog.messages
+
+
+def test_given_devices_that_are_not_the_ones_here_cost_what_their_data_sheet_says(folder):
+    with MeasurementCache() as cache:
+        cache.put(measured_costs.sharing_key("cpu", 1), FACTOR, "matmul", TimedMeasurement(1000.0, 1))
+    here, x = Cluster.local(1, "cpu"), torch.ones(4, 4)
+    other = Cluster((replace(here.group, device=replace(here.group.device, memory_bandwidth_bytes_per_s=1e9)),))
+
+    def step_us(cluster, **options):
+        return hpml_compiler.plan(torch.nn.Linear(4, 4), x, cluster, **options).predicted.step_time_us
+
+    assert step_us(other) == step_us(other, costs="roofline") < step_us(other, costs="measured")
+    assert step_us(here) == step_us(here, costs="measured") > step_us(here, costs="roofline")
