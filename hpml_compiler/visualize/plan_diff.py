@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.schema import ROOT, CollectiveTotal, GraphPlan, ParameterPlan
@@ -13,6 +13,7 @@ from hpml_compiler.visualize.description.placement_words import value_words, wor
 from hpml_compiler.visualize.description.records import ModuleSummary, PlanDescription
 from hpml_compiler.visualize.formatting import format_bytes, format_joules, format_mesh, format_placements, format_us
 from passes.graph.placement_graph import block_class
+from passes.json_records import to_json
 
 N = TypeVar("N", int, float)
 MOST_LINES = 12  # of one kind of change
@@ -57,9 +58,9 @@ class ModuleChange:
 class PlanDiff:
     """Structured difference of two plans; `str()` gives text. It is falsy, with all fields empty, if the plans agree.
 
-    `settings`: mesh, cluster, torch version, number of ranks, options. `costs`: in microseconds and bytes per device by
-    name, before and after. `collectives`: by kind, before and after. `parts`, `peak`: µs of a step and bytes at the memory
-    peak by part, before and after; `modules`: what accounts for them, the largest change of time first.
+    `settings`: mesh, cluster, its hardware, torch version, number of ranks, options. `costs`: in microseconds and bytes
+    per device by name, before and after. `collectives`: by kind, before and after. `parts`, `peak`: µs of a step and bytes at
+    the memory peak by part, before and after; `modules`: what accounts for them, the largest change of time first.
     """
 
     settings: tuple[Change, ...] = ()
@@ -143,9 +144,21 @@ def _settings(before: PlanContent, after: PlanContent) -> Iterator[Change]:
         return facts | {f"option {name}": str(value) for name, value in plan.options.items()}
 
     old, new = described(before), described(after)
+    if before.cluster == after.cluster and before.hardware is not None and after.hardware is not None:
+        old |= dict(_fields(to_json(before.hardware), "hardware"))
+        new |= dict(_fields(to_json(after.hardware), "hardware"))
     for name in dict.fromkeys([*old, *new]):
         if old.get(name) != new.get(name):
             yield Change("settings", (name,), old.get(name, ABSENT), new.get(name, ABSENT))
+
+
+def _fields(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Paths and values of all fields of a record."""
+    if not isinstance(value, dict | list):
+        yield path, str(value)
+        return
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _fields(each, f"{path}.{key}")
 
 
 def _matched(before: PlanContent, after: PlanContent) -> Iterator[tuple[GraphPlan | None, GraphPlan | None]]:

@@ -1,7 +1,10 @@
 """diff: nothing between equal plans, and each kind of change where there is one."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpml_compiler.plans.schema import CollectiveTotal
+from passes.hardware.cluster import Cluster
 from tests.helpers.plans import gpt_graph, gpt_plan
 
 
@@ -44,6 +47,16 @@ def test_settings():
         "option memory_budget": (str(2**30), "absent"), "option gap": ("absent", "0.1")}
     # replicated over both axes and over one: no change
     assert not any("h.0.ln.weight" in each.names or "wte.weight" in each.names for each in found.parameters)
+
+
+def test_other_devices_of_one_name():
+    cluster = Cluster.parse("1x8:h100-80g")
+    device = replace(cluster.group.device, memory_bytes=40 * 10**9)
+    made_for = [gpt_plan().model_copy(update={"hardware": each})
+                for each in (cluster, Cluster((replace(cluster.group, device=device),)))]
+    (found,) = made_for[0].diff(made_for[1]).settings
+    assert found.names == ("hardware.groups.0.device.memory_bytes",) and found.after == str(40 * 10**9)
+    assert not gpt_plan().diff(made_for[0]), "plans of earlier releases have no hardware"
 
 
 def test_graph_that_is_gone():
