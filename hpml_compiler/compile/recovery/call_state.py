@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from hpml_compiler.runtime.consistency.initial_sync import generator_states
 from hpml_compiler.runtime.install.to_local import is_to_local
+from hpml_compiler.runtime.outputs.output_parts import output_of_part
 
 SMALL_BYTES = 1 << 22
 """In the first call of a graph, before it is known which inputs it changes: the largest that are copied."""
@@ -87,6 +88,9 @@ def _key(function: Any, number: int) -> Any:
         return id(function.variable)
     if is_to_local(function):
         return id(function.placed[number])
+    if (found := output_of_part(function, number)) is not None:
+        edge, spec = found
+        return _key(*edge), spec.placements
     return id(function), number
 
 

@@ -44,6 +44,14 @@ class OutputParts:
                 local[position] = part
 
 
+def output_of_part(node: Any, number: int) -> tuple[tuple[Any, int], Any] | None:
+    """The autograd edge of an output that a graph took in parts, and the spec of these, for an edge that leads to its part;
+    None for other edges."""
+    if not hasattr(node, "_forward_cls") or compat.autograd_function(node) is not _PartsOfOutputs:
+        return None
+    return node.next_functions[number], node.specs[number]
+
+
 def _is_in_parts(output: Any, spec: Any) -> bool:
     return (isinstance(output, LazyOutput) and not output.is_whole and output._spec.placements == spec.placements
             and output._spec.mesh == spec.mesh)

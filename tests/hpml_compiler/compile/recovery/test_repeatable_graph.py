@@ -116,18 +116,16 @@ def on_one_rank(rank, half, microbatches, axes):
         expected, _ = trained(options, norm=norm)
         seen, failed = trained({**options, "on_oom": "replan"}, half if rank == 1 else "", (at,), norm=norm)
         found.append((all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True)), failed))
-    if half == "forward":
-        found.append(_in_graph_of_loss(rank))
-    return found
+    return [*found, _in_graph_of_loss(rank, half)]
 
 
-def _in_graph_of_loss(rank):
+def _in_graph_of_loss(rank, half):
     """In step 0, in the graph of the script's own loss, not yet part of the model's. It is repeated with microbatches."""
     before, options = torch.get_default_dtype(), {"mesh": {"dp": 2}, "compiler": "eager"}
     torch.set_default_dtype(torch.float64)
     try:
         expected, _ = trained(options, loss=False, norm=nn.LayerNorm)
-        seen, failed = trained({**options, "on_oom": "replan"}, "forward" if rank == 1 else "", (1,), 0, False,
+        seen, failed = trained({**options, "on_oom": "replan"}, half if rank == 1 else "", (1,), 0, False,
                                norm=nn.LayerNorm, late=True)
     finally:
         torch.set_default_dtype(before)
@@ -139,7 +137,7 @@ def _in_graph_of_loss(rank):
 @pytest.mark.parametrize(("half", "microbatches", "axes"), [("forward", 2, {"dp": 7, "pp": 3}), ("backward", 1, {"dp": 7})])
 def test_all_ranks_repeat_what_one_failed_in(launch, half, microbatches, axes):
     one, other = launch(on_one_rank, 2, (half, microbatches, axes))
-    assert set(one) == {(True, 0)} and set(other) == {(True, 1)} and len(one) == len(axes) + (half == "forward")
+    assert set(one) == {(True, 0)} and set(other) == {(True, 1)} and len(one) == len(axes) + 1
 
 
 def test_errors_of_memory():
