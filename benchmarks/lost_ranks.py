@@ -270,12 +270,13 @@ def launched(run: dict[str, Any], restarts: int, replace: bool, patience: float)
     return "hung" if hung else "ended" if code == 0 else f"exit code {code}"
 
 
-def restarted(run: dict[str, Any]) -> None:
-    """Run ranks under torchrun, which restarts all of them when one has failed."""
+def restarted(run: dict[str, Any]) -> str:
+    """Run ranks under torchrun, which restarts all of them when one has failed. Returns "ended" or the exit code."""
     command = [sys.executable, "-m", "hpml_compiler.cli", "run", "--nproc", str(RANKS), "--max-restarts", "1", __file__, "work",
                json.dumps(run)]
     with open(Path(run["folder"]) / "log", "wb") as log:
-        subprocess.run(command, stdout=log, stderr=log, timeout=200, check=True)
+        code = subprocess.run(command, stdout=log, stderr=log, timeout=200).returncode
+    return "ended" if code == 0 else f"exit code {code}"
 
 
 def kills_of(mode: str, patience: float, ranks: Sequence[int], phases: Sequence[str], cold: bool) -> dict[str, Any]:
@@ -306,10 +307,9 @@ def times_of(mode: str, count: int, in_process: bool, patience: float) -> dict[s
         for _ in range(count + 1):
             with tempfile.TemporaryDirectory() as temporary:
                 run = {"folder": temporary, "mode": mode, "steps": 14, "kills": [("step", 1)], "each": 8}
-                if in_process:
-                    launched(run, 1, False, patience)
-                else:
-                    restarted(run)
+                outcome = launched(run, 1, False, patience) if in_process else restarted(run)
+                if outcome != "ended":
+                    raise SystemExit(f"a run {outcome} after its kill:\n{(Path(temporary) / 'log').read_text()[-8000:]}")
                 found.append(phases_in(Path(temporary)))
     return {"mode": mode, "in process": in_process, "count": count, "first": found[0],
             **{phase: round(statistics.median(each[phase] for each in found[1:] if phase in each), 3)
