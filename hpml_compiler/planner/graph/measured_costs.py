@@ -42,7 +42,7 @@ def load(options: Options, cluster: Cluster, graph: str = "") -> CachedMeasureme
     return CachedMeasurements(found or DeviceMeasurements(), collectives)
 
 
-def for_given(options: Options, cluster: Cluster | str | None) -> Options:
+def for_given(options: Options, cluster: object) -> Options:
     """The options for a plan on a cluster that was given: "auto" costs are those of the data sheets of its devices, unless they
     are the ones here. `_read` knows a cluster that the options name."""
     if options.costs != "auto" or not isinstance(cluster, Cluster):
