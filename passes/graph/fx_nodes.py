@@ -1,6 +1,7 @@
 """Helpers on FX nodes that several passes use."""
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,6 +50,13 @@ def memory_of(what: Any) -> int | None:
     """Identity of the storage of a tensor, or of a node's fake tensor; None for anything else."""
     value = what.meta.get("val") if isinstance(what, Node) else what
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def inputs_alone_in_memory(gm: GraphModule) -> frozenset[int]:
+    """Indices of the inputs of a graph whose memory no other input is in, such as a view."""
+    memory = [memory_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+    counts = Counter(memory)
+    return frozenset(k for k, where in enumerate(memory) if counts[where] == 1)
 
 
 def returned_nodes(gm: GraphModule) -> list[Node | None]:

@@ -19,7 +19,7 @@ from hpml_compiler.plans.schema import BlocksReport
 from hpml_compiler.runtime.consistency.memory_agreement import agreeing_on_memory
 from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
-from passes.graph.fx_nodes import on_cpus, returned_nodes
+from passes.graph.fx_nodes import inputs_alone_in_memory, on_cpus, returned_nodes
 from passes.serialization.serialized_graph import bare
 from passes.transforms.comm.prefetch_all_gather import starts_ahead
 from passes.transforms.outputs.outputs_beside_loss import keep_results_as_saved
@@ -210,7 +210,8 @@ class Lowering:
         if self.blocks == "off" or auto and not (self.inductor and self.step_us) or not all(map(_same_layout, values_of(gm),
                                                                                                 inputs)):
             return None
-        blocks = RegionalCall.of(gm, compat.overwritable_inputs() if is_backward and self.inductor else ())
+        blocks = RegionalCall.of(
+            gm, compat.overwritable_inputs() & inputs_alone_in_memory(gm) if is_backward and self.inductor else ())
         return None if blocks is None or auto and not blocks.costs_little(self.step_us) else blocks
 
     def _whole(self, gm: GraphModule, inputs: Any, is_backward: bool, is_inference: bool) -> CompileJob[Call]:
@@ -227,7 +228,7 @@ class Lowering:
         # Saved tensors and parameters keep their addresses between calls only for cudagraphs, which are not used here.
         compile_whole = functools.partial(
             compat.compile_with_inductor, gm, inputs, static_inputs=(), is_backward=is_backward, is_inference=is_inference,
-            reuse=self.reuse, keep_order=starts_ahead(gm.graph))
+            reuse=self.reuse, keep_order=starts_ahead(gm.graph), writes_over=inputs_alone_in_memory(gm))
         return CompileJob(self._name(gm, inputs, is_backward, is_inference), compile_whole)
 
     def _segments(self, blocks: RegionalCall, is_inference: bool) -> dict[Hashable, CompileJob[Call | None]]:

@@ -14,7 +14,7 @@ import torch
 from torch._guards import TracingContext, detect_fake_mode
 from torch.utils import _pytree as pytree
 
-from passes.compat.aot.aot_tracing import fake_mode_of
+from passes.compat.aot.aot_tracing import fake_mode_of, restrict_overwriting
 from passes.compat.aot.decomposition_tables import inductor_decompositions, without_wrong_decompositions
 from passes.compat.codegen.batch_cpp_kernels import deferred_cpp_kernels
 from passes.compat.codegen.cpp_warmup import wait_for_vector_instructions
@@ -247,12 +247,14 @@ class _GraphIds:
 
 
 def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, static_inputs: Any, is_backward: bool,
-                          is_inference: bool, reuse: bool = True, keep_order: bool = False) -> Callable[..., Any]:
+                          is_inference: bool, reuse: bool = True, keep_order: bool = False,
+                          writes_over: frozenset[int] | None = None) -> Callable[..., Any]:
     """Lower one graph of aten calls and functional collectives; the result takes a list of inputs and clears it.
 
     reuse: a dead buffer may stay for a later one of its size, instead of being freed at once, and kernels may be reordered.
     keep_order: keep the graph's order except for fusion, even with `reuse`. Otherwise a collective would start at its wait, if
-    that lowers peak memory.
+    that lowers peak memory. writes_over: indices of the inputs that may be overwritten, of those that AOTAutograd reports as
+    dead: of a saved value and a view of it, it reports both, although one may be read after the other is overwritten.
 
     Never into CUDA graphs, even if inductor is configured for them: not every collective can be captured.
     """
@@ -263,9 +265,13 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, stat
     from passes.compat.codegen.inductor_order import scheduled_in_graph_order
 
     wait_for_vector_instructions()
+    for k, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if is_backward and writes_over is not None and k not in writes_over:
+            node.target = f"kept_{node.target}"  # caches of compiled code hash the text of a graph, not what it may overwrite
+    gm.recompile()
     settings = {"triton.cudagraphs": False, **({"reorder_for_peak_memory": False} if keep_order else {})}
     in_order = contextlib.nullcontext if reuse else scheduled_in_graph_order
-    with in_order(), _loops_in_order(gm, not reuse), config.patch(settings):
+    with in_order(), _loops_in_order(gm, not reuse), config.patch(settings), restrict_overwriting(writes_over):
         return compile_fx_inner(
             gm, example_inputs, static_input_idxs=tuple(static_inputs), is_backward=is_backward,
             is_inference=is_inference, graph_id=next(state_of(_GraphIds).numbers),
