@@ -150,7 +150,10 @@ class Sharder:
                 # A gradient's own phase is backward; a forward value (or an input) is moved there on purpose.
                 made_backward = node.meta.get("partitioner_tag") == "is_backward"
                 tag = "is_forward" if hop.phase == FORWARD else "is_backward" if made_backward else BACKWARD_ON_PURPOSE
-                insert = CallAppender(self.new, reader, self.fakes, tag)
+                # What forward moves for backward alone belongs to the layer that made it: readers there name no layer.
+                saved = tag == "is_forward" and node.op == "call_function" and (
+                    reader.meta.get("partitioner_tag") == "is_backward")
+                insert = CallAppender(self.new, node if saved else reader, self.fakes, tag)
                 insert.marked = _marked(node, reader, layout, hop)
                 (axis,) = [a for a, p, q in zip(self.decision.axes, layout, hop.layout) if p != q]
                 compression = (axis.compression, self.gradients[route]) if route in self.gradients else ("", "")
