@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,7 +49,8 @@ def with_saved_views(rank: int) -> None:
     model, ids = Residual().double(), torch.randint(0, 96, (8, 12))
     alone = copy.deepcopy(model)
     alone(ids).backward()
-    torch.compile(model, backend="hpml", options={"mesh": {"dp": 2}})(ids).backward()
+    options: dict[str, Any] = {"mesh": {"dp": 2}}
+    torch.compile(model, backend="hpml", options=options)(ids).backward()
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-9, atol=1e-12)
 
