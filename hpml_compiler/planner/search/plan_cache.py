@@ -45,13 +45,14 @@ PROBES_BYTES = (2.0**12, 2.0**18, 2.0**22)
 
 
 class CachedPlan(Record):
-    """Decisions for one graph, with the report of the search. look: costs from the quick profile that scaled all others.
-    gathered, reduced: as in `LoopGathers`, with microbatches under a budget."""
+    """Decisions for one graph, with the report of the search. work_s: what the search took of its work limit. look: costs from
+    the quick profile that scaled all others. gathered, reduced: as in `LoopGathers`, with microbatches under a budget."""
 
     name: str = NAME
     mesh: Mesh
     decisions: dict[str, DecisionRecord]
     solver: SolverReport
+    work_s: float = 0.0
     rejected: Annotated[tuple[MeshAttempt, ...], Field(strict=False)]
     kept: CheckpointingPlan | None = None
     gathered: Names | None = None
@@ -79,18 +80,21 @@ class PlanCache:
     def plan(self, obey: Callable[[CachedPlan], PlanResult | None], search: Callable[[], PlanResult], allowance: WorkLimit,
              ) -> PlanResult:
         """The cached plan, or a new one. obey: plans the graph with the cached decisions; None, BadInput or Infeasible where
-        these do not fit. search: finds a new plan, within this allowance."""
+        these do not fit. search: finds a new plan, within this allowance, which a cached plan takes as much of: a search of
+        which this is a part goes on as it did when the plan was new, and ends with the same answer."""
         if not plan_database.is_on():
             return search()
-        found = self._found()
+        found, left_s = self._found(), allowance.left_s
         if found is not None:
             if (planned := self._obeyed(obey, found)) is not None:
                 log.info("%s: the plan is read from the plan cache; set HPML_CACHE=0 to search again", planned.record.name)
+                allowance.take(found.work_s - (left_s - allowance.left_s))
                 return planned
             log.info("the cached plan does not fit any more; hpml searches again")
+        left_s = allowance.left_s
         planned = search()
         if not allowance.was_over:  # a search that was cut short is not cached: the next may have more time
-            self._remember(planned)
+            self._remember(planned, left_s - allowance.left_s)
         return planned
 
     def _found(self) -> CachedPlan | None:
@@ -122,11 +126,11 @@ class PlanCache:
         report = found.solver.model_copy(update={"seconds": record.solver.seconds})
         return replace(planned, record=record.model_copy(update={"solver": report}), rejected=found.rejected)
 
-    def _remember(self, planned: PlanResult) -> None:
+    def _remember(self, planned: PlanResult, work_s: float) -> None:
         record = planned.record
         kept = None if planned.checkpointing is None else checkpointing_plan(planned.checkpointing, self.options)
-        entry = CachedPlan(mesh=record.mesh, decisions=record.decisions, solver=record.solver, rejected=planned.rejected,
-                           kept=kept, look=dict(self.quick_profile),
+        entry = CachedPlan(mesh=record.mesh, decisions=record.decisions, solver=record.solver, work_s=work_s,
+                           rejected=planned.rejected, kept=kept, look=dict(self.quick_profile),
                            **({} if planned.repeats is None else asdict(planned.repeats)))
         try:
             plan_database.put(self.key, entry.model_dump_json())
