@@ -75,9 +75,12 @@ def search_within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, allow
 
 def first_within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, allowance: WorkLimit, others_bytes: float = 0.0,
                         wanted_gap: float = 0.0) -> PlanResult:
-    """The first placements of a few that fit with their checkpointing: `search_within_budget` for one of many candidates."""
+    """The first placements of a few that fit with their checkpointing, as far as the allowance goes: `search_within_budget` for
+    one of many candidates."""
     search = _BudgetSearch(plan, try_out, budget_bytes, allowance)
-    for share, part in LOOKS:
+    for number, (share, part) in enumerate(LOOKS):
+        if number and allowance.is_over:
+            break
         found = search.look(share, part * (budget_bytes - others_bytes))
         if found is not None and _excess(found) <= 0:
             return with_gap(found, None, wanted_gap)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpml_compiler.planner.search.budget_search import search_within_budget
+from hpml_compiler.planner.search.budget_search import first_within_budget, search_within_budget
 from hpml_compiler.plans.plan_result import PlanResult
 from hpml_compiler.plans.schema import MeshAttempt
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
@@ -163,3 +163,20 @@ def test_running_again_is_part_of_the_cost_and_a_small_gap_is_optimal():
 def test_a_mesh_that_was_given_up_may_lower_the_bound():
     solver = Table(whole={**WHOLE, "other_bounds": (95.0, None)}, split=SPLIT).planned(100).record.solver
     assert solver.bound == 95.0, "None: nothing fits on that mesh"
+
+
+@pytest.mark.parametrize(("limit_s", "tried"), [(10.0, ["heavy", "split"]), (2.0, ["heavy"])])
+def test_one_of_many_candidates_keeps_to_its_part_of_the_time_limit(limit_s, tried):
+    class Slow(Table):
+        def try_out(self, planned):
+            allowance.take(3.0)
+            return super().try_out(planned)
+
+    table = Slow(heavy={**WHOLE, "above": 70, "counted": (50, 95)}, split={**SPLIT, "counted": (20, 60)})
+    table.left, allowance = 100, WorkLimit(limit_s)
+    if len(tried) == 1:
+        with pytest.raises(Infeasible, match="needs at least 110 B"):
+            first_within_budget(table.plan, table.try_out, 100, allowance)
+    else:
+        assert first_within_budget(table.plan, table.try_out, 100, allowance).record.name == tried[-1]
+    assert table.tried == tried and allowance.was_over == (len(tried) == 1)

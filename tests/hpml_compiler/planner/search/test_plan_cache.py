@@ -9,9 +9,14 @@ import torch
 from torch import nn
 
 import hpml_compiler
+from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.planner.offline_planner import plan_traces
 from hpml_compiler.planner.search.plan_cache import LIKE_PRICES, CachedPlan, _alike
+from hpml_compiler.planner.traced_model import TracedModel
 from hpml_compiler.plans.cache import graph_database
+from passes.hardware.cluster import Cluster
+from passes.solver.work_limit import WorkLimit
 
 SEARCHED, FOUND = "decide_placements: wrote", "the plan is read from the plan cache"
 
@@ -73,6 +78,18 @@ def test_the_second_launch_has_the_plan_of_the_first_without_a_search(options, s
     text = said()
     assert FOUND in text and SEARCHED not in text
     assert decided(second) == decided(first) and second.graphs[0].solver.gap is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget": "120KiB"}], ids=["plain", "budget"])
+def test_a_plan_that_is_found_takes_as_much_of_the_time_limit_as_a_search(options, said):
+    def left_s() -> float:
+        limit, parsed = WorkLimit(30.0), Options.parse({"compiler": "eager", **options})
+        plan_traces(TracedModel(Two(1), torch.zeros(8, 32), parsed), Cluster.parse("1x2:h100-80g"), limit)
+        return limit.left_s
+
+    first = left_s()
+    assert SEARCHED in said() and first < 30.0
+    assert left_s() == pytest.approx(first, abs=1e-9) and FOUND in said()
 
 
 def test_what_one_device_keeps_is_not_decided_twice(folder, said):
