@@ -134,6 +134,7 @@ class PlanContent(PlanFile):
             "step_gap": 1.0 - least / simulated if simulated and least is not None else None,
             "status": ", ".join(dict.fromkeys(solver.status for solver in solvers)),
             "mesh": dict(self.mesh),
+            **_loop_json(graphs),
             "links": self.links,
             "world_size": self.world_size,
             "cluster": self.cluster,
@@ -153,6 +154,14 @@ class PlanContent(PlanFile):
                                        ("s", 1e-6) if objective == "time" else ("j", 1e-6 * self.world_size)),
             "stages": _stages_json(graphs[0].pipeline if graphs else None),
         }
+
+
+def _loop_json(graphs: Sequence[GraphPlan]) -> dict[str, Any]:
+    """Microbatches of a step, and its schedule where it has stages."""
+    pipe = next((graph.pipeline for graph in graphs if graph.pipeline is not None), None)
+    count = max((graph.microbatches.count for graph in graphs if graph.microbatches is not None), default=1)
+    return {"microbatches": count if pipe is None else pipe.microbatches, "schedule": None if pipe is None else pipe.schedule,
+            "virtual_stages": 1 if pipe is None else pipe.virtual_stages}
 
 
 def _simulated_s(solvers: Sequence[SolverReport]) -> tuple[float | None, float | None]:

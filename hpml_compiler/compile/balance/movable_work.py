@@ -92,6 +92,7 @@ class MovableBlocks(MovableWork):
         shared = share_memory(_owned(args))
         return "tensors of the script share memory with parameters of the stages, and could not follow them" if shared else ""
 
+
 class CutSpeeds(dict[tuple[tuple[str, int], ...], tuple[float, ...]]):
     """Speeds of ranks by which pipelines were cut anew, by the axes of their mesh: for graphs that are compiled later."""
 

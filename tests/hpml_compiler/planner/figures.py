@@ -22,6 +22,7 @@ def check_figures(plan: Plan) -> None:
     _bytes(plan, found, summary, table)
     for graph in plan.step_graphs:
         _times(graph, table)
+    _loop(plan, summary)
     _description(plan, found, table)
     cost = plan.predicted
     assert cost.step_time_us == pytest.approx(summary["step_time_s"] * 1e6, rel=1e-9)
@@ -44,6 +45,17 @@ def _bytes(plan: Plan, found, summary, table: str) -> None:
     assert f"peak memory of a device: {format_bytes(peak.bytes)}" in memory_text(plan, peak)
     if len(plan.step_graphs) == 1:
         assert plan.step_graphs[0].memory.peak == peak.bytes
+
+
+def _loop(plan: Plan, summary) -> None:
+    graph = next((each for each in plan.step_graphs if each.pipeline is not None or each.microbatches is not None), None)
+    if graph is None:
+        expected = None, 1, 1
+    elif (pipe := graph.pipeline) is not None:
+        expected = pipe.schedule, pipe.virtual_stages, pipe.microbatches
+    else:
+        expected = None, 1, graph.microbatches.count
+    assert tuple(summary[key] for key in ("schedule", "virtual_stages", "microbatches")) == expected
 
 
 def _times(graph: GraphPlan, table: str) -> None:
