@@ -125,9 +125,12 @@ class JointSearch:
         slow = candidate.in_loop + (candidate.stages > 1) if candidate.in_loop else 2 * candidate.recomputes
         return not candidate.may_fit, candidate.takes_long, self._expected(candidate) * (1 + LATER * slow)
 
-    def _expected(self, candidate: JointCandidate) -> float:
-        """The estimated cost, corrected by what a plan on the same mesh took."""
-        ratio = next((self.ratios[key] for key in _likeness(candidate) if key in self.ratios), 1.0)
+    def _expected(self, candidate: JointCandidate, at_best: bool = False) -> float:
+        """The estimated cost, corrected by what a plan on the same mesh took. at_best: other schedules may have cost it more
+        than they cost this one."""
+        alike, family = _likeness(candidate)
+        ratio = self.ratios.get(family, 1.0)
+        ratio = self.ratios.get(alike, min(ratio, 1.0) if at_best else ratio)
         us = max(candidate.us * ratio, candidate.bound_us)
         return max(self.objective.expected(candidate, us), self.objective.bound(candidate))
 
@@ -137,7 +140,7 @@ class JointSearch:
             best, candidate = self.best, waiting.popleft()
             if self.objective.bound(candidate) == math.inf:
                 self._skip(candidate, f"its state takes at least {format_bytes(candidate.least_bytes)}")
-            elif self._expected(candidate) >= (self.below if best is None else best.cost):
+            elif self._expected(candidate, at_best=True) >= (self.below if best is None else best.cost):
                 self._skip(candidate, "its estimate is above the best plan")
             elif self.allowance.left_s < self.allowance.seconds * (
                     -1.0 if best is None else 1.0 if candidate.takes_long else LEFT):
@@ -188,11 +191,14 @@ class JointSearch:
         log.info("%s on the mesh %s: %s a step, %s", candidate, candidate.mesh, self.objective.format(cost),
                  format_bytes(plan.memory.peak))
         self.found.append(FoundPlan(us, cost, plan, candidate))
-        alike, *others = _likeness(candidate)
-        saved_us = us - sum(graph.predicted.again_us for graph in plan.graphs)
-        self.ratios[alike] = saved_us / candidate.saved_us if candidate.saved_us else 1.0
+        self._correct(candidate, us, sum(graph.predicted.again_us for graph in plan.graphs))
+
+    def _correct(self, candidate: JointCandidate, us: float, again_us: float) -> None:
+        """Correct estimates of configurations like one whose plan takes `us`, of which again_us is recomputation."""
+        alike, family = _likeness(candidate)
+        self.ratios[alike] = (us - again_us) / candidate.saved_us if candidate.saved_us else 1.0
         ratio = us / candidate.us if candidate.us else 1.0
-        for family in others if ratio <= MOST_OFF else ():
+        if ratio <= MOST_OFF:
             self.ratios[family] = min(ratio, self.ratios.get(family, math.inf))
 
     def _refuse(self, candidate: JointCandidate, reason: str, cut_short: bool, for_bytes: bool = True) -> None:
@@ -285,7 +291,7 @@ class JointSearch:
             self.decisions.mixed if self.decisions.microbatches_are_open else ()).error()
 
 
-def _likeness(candidate: JointCandidate) -> tuple[Hashable, ...]:
+def _likeness(candidate: JointCandidate) -> tuple[Hashable, Hashable]:
     """Keys of configurations whose estimates are off by about the same factor, the most alike first: on the same mesh with
     stages, or only in a loop, or neither; with the same schedule, or any."""
     family = (*candidate.mesh.items(), candidate.stages > 1, candidate.in_loop)
