@@ -17,7 +17,7 @@ from hpml_compiler.runtime.optimizer.optimizer_offload import SteppedInParts, of
 from hpml_compiler.runtime.optimizer.optimizer_step import placed_groups
 from hpml_compiler.runtime.optimizer.resident_memory import local
 from hpml_compiler.runtime.process.compute_device import device_type
-from hpml_compiler.runtime.process.out_of_memory import StepTooLarge, free_memory, memory_failure
+from hpml_compiler.runtime.process.out_of_memory import StepTooLarge, free_memory, mapped_files_count, memory_failure
 from hpml_compiler.runtime.process.world_group import world_size
 from hpml_compiler.session.optimizer_lookup import optimizer_name
 from hpml_compiler.visualize.formatting import format_bytes
@@ -60,7 +60,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if not why and offloads and device_type() == "cuda" and world_size() > 1:
             why = "its state has to be offloaded, which several GPUs do not support yet"
         if not why and offloads and not fits(offloaded):
-            why = f"its largest parameter alone needs {format_bytes(offloaded)}"
+            why = f"with its state offloaded, it still needs {format_bytes(offloaded)}"
         if why:
             raise StepTooLarge(f"the optimizer's step needs {needs} more, which this device does not have, and cannot be made "
                                f"in parts: {why}; nothing was changed", type(optimizer).__name__,
@@ -86,7 +86,7 @@ def fits(nbytes: float) -> bool:
 
 def _needs(optimizer: torch.optim.Optimizer, options: Options) -> tuple[float, float, float, float]:
     """Bytes of new state, and of temporary tensors: of a step at once, and of one in parts; and of a part with its state, which
-    is offloaded after it."""
+    is offloaded after it, to files that may count, too."""
     name = optimizer_name(optimizer) or "adamw"
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     sizes = [float(p.numel() * p.element_size()) for p in map(local, stepped)]
@@ -95,4 +95,5 @@ def _needs(optimizer: torch.optim.Optimizer, options: Options) -> tuple[float, f
                              optimizer.param_groups)
     total, largest = sum(sizes), max(sizes, default=0.0)
     in_parts, states = transient.bytes_of(largest, largest), OPTIMIZER_STATES[name]
-    return states * new, transient.bytes_of(total, largest), in_parts, in_parts + states * largest
+    mapped = states * new if mapped_files_count() else 0.0
+    return states * new, transient.bytes_of(total, largest), in_parts, in_parts + states * largest + mapped

@@ -45,6 +45,11 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def mapped_files_count() -> bool:
+    """True if the memory of mapped files counts in a limit of this process, as in that of `ulimit -v`."""
+    return device_type() == "cpu" and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
 def room_bytes() -> int:
     """Bytes that this process can still allocate on its device: of a CPU, what the system, its container and its own limits
     leave."""

@@ -104,7 +104,11 @@ def test_an_optimizer_without_room_steps_in_parts(monkeypatch, caplog, offloads)
     assert ("offloaded" in line) == offloads
     if offloads:  # less than a part of the step needs: refused before anything changes
         monkeypatch.setattr(optimizer_room, "fits", lambda nbytes: nbytes <= 2 * largest)
-        with pytest.raises(StepTooLarge, match=r"largest parameter alone needs 12(\.0)? KiB; nothing was changed"):
+        with pytest.raises(StepTooLarge, match=r"its state offloaded, it still needs 12(\.0)? KiB; nothing was changed"):
+            trained(REPLAN, foreach=True)
+        monkeypatch.setattr(optimizer_room, "fits", lambda nbytes: nbytes <= 4 * largest)
+        monkeypatch.setattr(optimizer_room, "mapped_files_count", lambda: True)
+        with pytest.raises(StepTooLarge, match=r"its state offloaded, it still needs 29\.6 KiB; nothing was changed"):
             trained(REPLAN, foreach=True)
 
 
