@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from memory import MIB
+from models import Block
 from torch import nn
 from torch.nn import functional as F
 
@@ -42,15 +43,8 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2
 SETTINGS = ("none", "selective", "full", "0.9", "0.7", "0.5")
 
 
-class Layer(nn.Module):
-    """Attention written out, so that its masks are drawn by an operation of their own, and an MLP."""
-
-    def __init__(self, width: int, heads: int = 4):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+class Layer(Block):
+    """With attention written out, so that its masks are drawn by an operation of their own, and dropout."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         n = self.norm1(x)
@@ -64,7 +58,7 @@ class GPT(nn.Module):
     def __init__(self, width: int = 64, layers: int = 4, vocab: int = 256, length: int = 64):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(width, 4) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
