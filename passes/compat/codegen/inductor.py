@@ -265,10 +265,12 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, stat
     from passes.compat.codegen.inductor_order import scheduled_in_graph_order
 
     wait_for_vector_instructions()
-    for k, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        if is_backward and writes_over is not None and k not in writes_over:
+    if is_backward and writes_over is not None:
+        kept = [node for k, node in enumerate(gm.graph.find_nodes(op="placeholder")) if k not in writes_over]
+        for node in kept:
             node.target = f"kept_{node.target}"  # caches of compiled code hash the text of a graph, not what it may overwrite
-    gm.recompile()
+        if kept:
+            gm.recompile()
     settings = {"triton.cudagraphs": False, **({"reorder_for_peak_memory": False} if keep_order else {})}
     in_order = contextlib.nullcontext if reuse else scheduled_in_graph_order
     with in_order(), _loops_in_order(gm, not reuse), config.patch(settings), restrict_overwriting(writes_over):
